@@ -1,0 +1,310 @@
+"""What the benchmarks share: the model, one way to wrap it per implementation, ranks, and results as a table or JSON.
+
+Every script runs as `python bench/NAME.py`, which starts its own ranks, and under `torchrun` as it is. Ranks use
+NCCL and one GPU each where there are GPUs, gloo on the CPU elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))  # measures this checkout, installed or not
+
+IMPLS = ("ddp", "fsdp1", "fsdp2", "shardkit")
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):  # (batch, seq, dim), twice
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Token and position embeddings, blocks, an untied head. 27.4 M parameters with the default sizes."""
+
+    def __init__(self, dim: int, layers: int, vocab: int, heads: int, seq: int):
+        super().__init__()
+        self.embed, self.pos = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens):  # (batch, seq) -> (batch, seq, vocab)
+        x = self.embed(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    for name, default in dict(dim=512, layers=6, vocab=8192, heads=8, seq=128, batch=2).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--units", choices=("blocks", "fine"), default="blocks",
+                        help="blocks: every block, and the root with the rest; fine: embedding and head as well")  # fmt: skip
+
+
+def build(args, device) -> Transformer:
+    torch.manual_seed(0)  # the same weights on every rank and for every implementation
+    return Transformer(args.dim, args.layers, args.vocab, args.heads, args.seq).to(device)
+
+
+def batch(args, device, step: int) -> torch.Tensor:
+    """Tokens of one step on this rank. The same batches come round again, so that the loss falls."""
+    generator = torch.Generator().manual_seed(1000 * (step % 4) + dist.get_rank())
+    return torch.randint(0, args.vocab, (args.batch, args.seq), generator=generator).to(device)
+
+
+def loss_of(model, tokens) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def unit_modules(model: Transformer, units: str) -> list[nn.Module]:
+    return list(model.blocks) + ([model.embed, model.head] if units == "fine" else [])
+
+
+# ---------------------------------------------------------------------------------- one function per implementation
+
+
+def _ddp(model, units, device, reshard):
+    return nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
+def _fsdp1(model, units, device, reshard):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    chosen = set(units)  # it never reshards its root after forward, whatever `reshard` is
+    # On the CPU it raises without a device_id.
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=CustomPolicy(lambda m: m in chosen), device_id=device, use_orig_params=True
+    )
+
+
+def _fsdp2(model, units, device, reshard):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in units:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def _shardkit(model, units, device, reshard):
+    import shardkit
+
+    chosen = set(units)
+    options = {} if reshard is None else {"reshard_after_forward": reshard}
+    return shardkit.auto_wrap(model, policy=lambda m: m in chosen, **options)
+
+
+WRAPPERS = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit}
+
+
+def wrap(impl: str, model, units: list[nn.Module], device, reshard: bool | None = None):
+    """`model`, trained by `impl` on all ranks with the modules `units` and the root as units.
+
+    reshard: drop full parameters after forward; None leaves it to the implementation (all of them do so, FSDP1 and
+    FSDP2 not for the root).
+    """
+    return WRAPPERS[impl](model, units, device, reshard)
+
+
+def available(impls) -> tuple[list[str], dict[str, str]]:
+    """Which of `impls` can be imported, and why the others are skipped."""
+    good, skipped = [], {}
+    for impl in impls:
+        try:
+            if impl == "shardkit":
+                import shardkit
+
+                shardkit.auto_wrap  # noqa: B018 - a package under construction imports but wraps nothing
+            elif impl.startswith("fsdp"):
+                import torch.distributed.fsdp  # noqa: F401
+            good.append(impl)
+        except (ImportError, AttributeError) as e:
+            skipped[impl] = f"{type(e).__name__}: {e}"
+    return good, skipped
+
+
+# ------------------------------------------------------------------------------------------------------ bytes sent
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this rank must send for the collectives inside, by any caller, Python or C++.
+
+    Every one reaches the dispatcher as an operator. What counts is what a bandwidth-optimal algorithm sends for a full
+    tensor of S bytes on N ranks: S(N-1)/N, twice that for an all-reduce, S for a point-to-point send.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0.0
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[1]
+        if func.namespace not in ("c10d", "_c10d_functional") or any(k in name for k in ("wait", "barrier", "recv")):
+            return out
+        sides = [*args, out] if func.namespace != "c10d" else args  # c10d's own operators write into an argument
+        full = max((_nbytes(a) for a in sides), default=0)
+        n = next((g.size() for g in map(_as_group, args) if g is not None), dist.get_world_size())
+        kind = 2 if "all_reduce" in name or "allreduce" in name else 1
+        self.sent += full if name.startswith("send") else kind * full * (n - 1) / n
+        self.calls += 1
+        return out
+
+
+def _nbytes(x) -> int:
+    if isinstance(x, torch.Tensor):
+        return x.numel() * x.element_size()
+    return sum(map(_nbytes, x)) if isinstance(x, (list, tuple)) else 0
+
+
+def _as_group(x):
+    if isinstance(x, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(x)
+        except (RuntimeError, TypeError):  # a ReduceOp
+            return None
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------- ranks
+
+
+def launch(worker, args, sizes: list[int] | None) -> list[dict]:
+    """Runs `worker(args, device)` on ranks, once per world size, and returns what rank 0 returned each time.
+
+    Under torchrun: once, on the ranks that are there; an empty list on every rank but the first.
+    sizes None: all GPUs, or 2 and then 4 CPU ranks.
+    """
+    if "RANK" in os.environ:
+        result = _rank_main(worker, args, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+        return [] if result is None else [result]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; before the server starts, it passes it on
+    multiprocessing.set_forkserver_preload(["torch"])  # ranks start in a second instead of half a minute
+    results = []
+    for world in sizes or ([torch.cuda.device_count()] if torch.cuda.is_available() else [2, 4]):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.start_processes(_child, (worker, args, world, folder), nprocs=world, start_method="forkserver")
+            results.append(json.loads(Path(folder, "result.json").read_text()))
+    return results
+
+
+def _child(rank, worker, args, world, folder):
+    result = _rank_main(worker, args, rank, world, f"file://{folder}/store")
+    if result is not None:
+        Path(folder, "result.json").write_text(json.dumps(result))
+
+
+def _rank_main(worker, args, rank, world, init_method):
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
+    try:
+        result = worker(args, device)
+        return result if rank == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------------- results
+
+
+def machine() -> dict:
+    """Where and when: enough to tell two result files apart."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return dict(
+        cpu=model, cores=os.cpu_count(), load=[round(x, 2) for x in os.getloadavg()], gpus=gpus,
+        torch=torch.__version__, python=platform.python_version(), commit=_commit(),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )  # fmt: skip
+
+
+def _commit() -> str | None:
+    def git(*command):
+        return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else "")
+    except (OSError, subprocess.CalledProcessError):  # no git here, or a release without a repository
+        return None
+
+
+def table(header: list[str], rows: list[list]) -> str:
+    """A Markdown table; the first column is left-aligned. Floats print with their own format: give strings."""
+    cells = [header, *[[str(c) for c in row] for row in rows]]
+    width = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row):
+        return "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, width))) + " |"
+
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(width)) + "|"
+    return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--impl", nargs="+", default=list(IMPLS), choices=list(WRAPPERS))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--save", action="store_true", help="write the JSON to bench/results/ as well")
+
+
+def report(name: str, args, results: list[dict], show) -> None:
+    """Prints each result with `show(result) -> str`, or all of them as JSON; saves them when asked to."""
+    where = machine()
+    record = dict(benchmark=name, machine=where, arguments=vars(args), results=results)
+    if args.json:
+        print(json.dumps(record, indent=1))
+    else:
+        print(f"{name}: {where['date']}, commit {where['commit']}, torch {where['torch']}, python {where['python']}, "
+              f"{where['cores']} x {where['cpu']}, load {where['load'][0]}, GPUs: {where['gpus'] or 'none'}")  # fmt: skip
+        for result in results:
+            print("\n" + show(result))
+            for impl, why in result.get("skipped", {}).items():
+                print(f"{impl} was skipped ({why})")
+    if args.save:
+        day = where["date"].replace(" UTC", "").replace(" ", "-").replace(":", "")
+        path = ROOT / "bench" / "results" / f"{name}-{day}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)

@@ -1,0 +1,338 @@
+"""Train a GPT of a few million parameters on real text, sharded over every rank.
+
+The text is the standard library's own sources, which every machine with Python has; tokens are bytes. The loop is an
+ordinary PyTorch loop: `shardkit.auto_wrap` is the only line that knows how many ranks there are. It also shows a
+validation split, gradient clipping, checkpoint and resume, a time budget, a loss curve and sampling.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                     # about 1.5 minutes on 2 CPU cores
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare --steps 50   # beside unsharded training
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --resume --steps 400   # go on from the last checkpoint
+    python examples/train_gpt.py --strategy grad_op                                    # one rank works as well
+
+On GPUs (NCCL) it computes in bfloat16 with float32 master weights; on CPUs (gloo) in float32. The checkpoint, the loss
+curve and the sample go to `--out`. A batch is cut among the ranks, so the numbers do not depend on how many there are.
+"""
+
+import argparse
+import copy
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import shardkit
+
+VOCAB = 256  # bytes
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; (batch, time, dim) in and out. `auto_wrap` makes each of these a unit."""
+
+    def __init__(self, dim: int, layers: int):
+        super().__init__()
+        self.heads = max(1, dim // 64)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        for linear in (self.qkv, self.proj, self.up, self.down):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        for linear in (self.proj, self.down):  # what is added to the residual stream; its variance grows with depth
+            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, dim / heads)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer over bytes, with learned positions and an output head of its own."""
+
+    def __init__(self, layers: int, dim: int, seq: int):
+        super().__init__()
+        self.seq = seq
+        self.token, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim, layers) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        for weight in (self.token.weight, self.position.weight, self.head.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits (batch, time, 256); with `targets` (batch, time) the mean cross entropy in nats per byte instead."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()  # the softmax of 16-bit logits would be too coarse
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def standard_library() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation text, 1-D uint8, some 9 MB in all. About every tenth file is for validation."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # Tests and installed packages differ from machine to machine; encodings and pydoc_data are tables, not prose.
+    skipped = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+    packages = [path for path in root.iterdir() if (path / "__init__.py").is_file() and path.name not in skipped]
+    files = [*root.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))]
+    parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
+    for file in sorted(files):
+        name = file.relative_to(root).as_posix()
+        if not skipped.intersection(name.split("/")):
+            # By name, so that a file is on the same side with every version of Python.
+            parts[zlib.crc32(name.encode()) % 10 == 0].extend(file.read_bytes())
+    train, validation = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
+    return train, validation
+
+
+def mine(starts: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a batch that all ranks know; ranks have equally many sequences."""
+    return starts.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor, seq: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Inputs and targets, both (len(starts), seq) int64."""
+    batch = text[starts[:, None] + torch.arange(seq + 1)].long().to(device)
+    return batch[:, :-1], batch[:, 1:]
+
+
+def unigram_entropy(text: torch.Tensor) -> float:
+    """Nats per byte: the best that a model which sees no context could do on this very text."""
+    share = torch.bincount(text.int(), minlength=VOCAB).double() / len(text)
+    return -torch.special.xlogy(share, share).sum().item()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    strategies = ("full", "grad_op", "zero1", "zero2", "none", "hybrid")
+    parser.add_argument("--strategy", choices=strategies, default="full", help="what is sharded (%(default)s)")
+    parser.add_argument("--compare", action="store_true", help="rank 0 also trains the same model unsharded, in float32")
+    parser.add_argument("--steps", type=int, default=220, help="optimizer steps (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=90, help="stop training after this time (%(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step, over all ranks (%(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="bytes a sequence (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks (%(default)s)")
+    parser.add_argument("--dim", type=int, default=256, help="width, a multiple of 64 (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak of a cosine with warmup (%(default)s)")
+    parser.add_argument("--log-every", type=int, default=10, metavar="N", help="report every N steps (%(default)s)")
+    parser.add_argument("--eval-every", type=int, default=40, metavar="N", help="validate every N steps (%(default)s)")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="checkpoint every N steps (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of results (%(default)s)")
+    args = parser.parse_args()
+    if args.compare and args.resume:
+        parser.error("--compare starts both models from the same fresh weights; leave out --resume")
+    if args.resume and not (args.out / "checkpoint.pt").is_file():
+        parser.error(f"--resume: there is no {args.out / 'checkpoint.pt'}; run once without it")
+    return args
+
+
+def start() -> torch.device:
+    """Join the process group that torchrun describes, or make one of a single rank; returns this rank's device."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if cuda else "gloo", **alone)
+    return device
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warmup over 5 % of the steps, then a cosine down to a tenth."""
+    warmup = max(1, args.steps // 20)
+    if step < warmup:
+        return args.lr * (step + 1) / warmup
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, args.steps - warmup)))
+
+
+def train_step(model: nn.Module, optim: torch.optim.Optimizer, rate: float, inputs, targets) -> torch.Tensor:
+    """One step of any model, sharded or not; the loss before it. Gradients stay until the next, for `report_memory`."""
+    for group in optim.param_groups:
+        group["lr"] = rate
+    optim.zero_grad()
+    loss = model(inputs, targets)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the global norm, though each rank holds only a part
+    optim.step()
+    return loss.detach()
+
+
+def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
+    """Of each value. All ranks call it."""
+    stacked = torch.stack(values)
+    dist.all_reduce(stacked)
+    return (stacked / dist.get_world_size()).tolist()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: torch.Tensor, batches: int, args: argparse.Namespace, device: torch.device) -> float:
+    """Mean loss over windows spread evenly over the text, the same ones every time. All ranks call it."""
+    starts = torch.linspace(0, len(text) - args.seq - 1, batches * args.batch).long()
+    losses = [model(*windows(text, mine(part), args.seq, device)) for part in starts.split(args.batch)]
+    return sum(mean_over_ranks(losses)) / batches
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: bytes, length: int, device: torch.device) -> str:
+    """All ranks call it, as every forward gathers weights; with one seed all of them draw the same bytes."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.tensor([list(prompt)])
+    for _ in range(length):
+        logits = model(tokens[:, -model.seq :].to(device))[0, -1].cpu()
+        chosen = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, chosen[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+
+
+def save(path: Path, model: nn.Module, optim: torch.optim.Optimizer, **progress) -> None:
+    """All ranks call it; rank 0 writes. Killed at any moment, it leaves a whole checkpoint: the old or the new one."""
+    state = {"model": shardkit.full_state_dict(model, rank0_only=True), **progress}
+    state["optim"] = shardkit.full_optim_state_dict(model, optim, rank0_only=True)
+    if dist.get_rank() == 0:
+        temporary = path.with_suffix(".tmp")  # in the same folder: replacing is atomic only within a file system
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+
+
+def report_memory(model: nn.Module, optim: torch.optim.Optimizer, device: torch.device) -> list[str]:
+    """A line for each rank. All ranks call it."""
+    parameters = list(model.parameters())
+    held = parameters + [p.grad for p in parameters if p.grad is not None]
+    held += [value for state in optim.state.values() for value in state.values() if torch.is_tensor(value)]
+    held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    if device.type == "cuda":
+        peak, kind = torch.cuda.max_memory_allocated(), "CUDA memory allocated"
+    else:  # no allocator to ask, so the whole process, of which torch itself is a large part; Linux counts in KiB
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident memory of the process"
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (held_bytes / 2**20, peak / 2**20))
+    return [
+        f"rank {rank}: parameters, gradients and optimizer state {held:.1f} MiB; peak {kind} {most:.0f} MiB"
+        for rank, (held, most) in enumerate(ranks)
+    ]
+
+
+def plot(path: Path, history: dict, entropy: float, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    train, width = history["train"], 10
+    smooth = [sum(part) / len(part) for part in (train[max(0, i - width + 1) : i + 1] for i in range(len(train)))]
+    figure, axes = plt.subplots(figsize=(8, 4.8), dpi=150)
+    axes.plot(range(1, len(train) + 1), train, color="#9ecae1", linewidth=0.8, label="training, each step")
+    axes.plot(range(1, len(train) + 1), smooth, color="#2171b5", linewidth=1.8, label=f"training, mean of {width} steps")
+    axes.plot(*zip(*history["validation"]), color="#d94801", marker="o", markersize=4, linewidth=1.4, label="validation")
+    axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1.2, label=f"unigram entropy ({entropy:.2f})")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def main() -> None:
+    args = arguments()
+    device = start()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    say = tqdm.write if rank == 0 else lambda line: None  # does not tear the progress bar
+    args.batch = math.ceil(args.batch / world) * world
+    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.out / "checkpoint.pt"
+
+    train, validation = standard_library()
+    entropy = unigram_entropy(validation)
+    say(f"text: {len(train) / 1e6:.1f} MB to train, {len(validation) / 1e6:.1f} MB to validate; unigram entropy "
+        f"{entropy:.3f} nats/byte, {entropy / math.log(2):.3f} bits/byte")  # fmt: skip
+    torch.manual_seed(0)  # the same weights on all ranks
+    model = GPT(args.layers, args.dim, args.seq).to(device)
+    size = sum(p.numel() for p in model.parameters())
+    say(f"model: {size / 1e6:.2f} M parameters on {world} ranks ({device.type}), strategy {args.strategy}")
+    reference = copy.deepcopy(model) if args.compare and rank == 0 else None
+
+    half = shardkit.MixedPrecision(param_dtype=torch.bfloat16) if device.type == "cuda" and not args.compare else None
+    model = shardkit.auto_wrap(model, sharding_strategy=args.strategy, mixed_precision=half)
+    optim = torch.optim.AdamW(model.parameters(), fused=True)
+    say(str(shardkit.describe(model)))
+
+    generator = torch.Generator().manual_seed(0)  # draws the batches, alike on all ranks; nothing else is random
+    step, history = 0, {"train": [], "validation": []}
+    if args.resume:
+        state = torch.load(checkpoint, map_location="cpu", mmap=True)
+        shardkit.load_full_state_dict(model, state["model"])
+        shardkit.load_full_optim_state_dict(model, optim, state["optim"])
+        generator.set_state(state["generator"])  # the data go on where they stopped
+        step, history = state["step"], state["history"]
+        say(f"resumed after step {step}")
+    if reference is not None:
+        reference_optim = torch.optim.AdamW(reference.parameters(), fused=True)
+
+    bar = tqdm(total=args.steps, initial=step, unit="step", disable=rank != 0, dynamic_ncols=True, mininterval=1)
+    begin = clock = time.perf_counter()
+    first, busy, worst, stop = step, 0.0, 0.0, step >= args.steps
+    losses: list[torch.Tensor] = []
+    expected: list[float] = []
+    while not stop:
+        starts, rate = torch.randint(len(train) - args.seq, (args.batch,), generator=generator), learning_rate(step, args)
+        losses.append(train_step(model, optim, rate, *windows(train, mine(starts), args.seq, device)))
+        if reference is not None:  # the whole batch, on this rank alone
+            batch = windows(train, starts, args.seq, device)
+            expected.append(train_step(reference, reference_optim, rate, *batch).item())
+        step += 1
+        bar.update()
+        log, check, keep = (step % n == 0 for n in (args.log_every, args.eval_every, args.save_every))
+        if not (log or check or keep or step == args.steps):
+            continue  # most steps do not wait for the device
+        recent = mean_over_ranks(losses)
+        seconds, busy = time.perf_counter() - clock, busy + time.perf_counter() - clock
+        bar.set_postfix(loss=f"{recent[-1]:.3f}", tokens_per_s=f"{len(losses) * args.batch * args.seq / seconds:,.0f}")
+        if expected:
+            worst = max(worst, *(abs(a - b) for a, b in zip(recent, expected)))
+            say(f"step {step}: sharded {recent[-1]:.7f}, unsharded {expected[-1]:.7f}, largest difference so far {worst:.1e}")
+        history["train"] += recent
+        losses, expected = [], []
+        late = torch.tensor(float(time.perf_counter() - begin > args.seconds), device=device)
+        dist.broadcast(late, 0)  # rank 0's clock decides: ranks that disagreed would wait for each other for ever
+        stop = step == args.steps or bool(late)
+        if check or stop:
+            loss = evaluate(model, validation, 16 if stop else 4, args, device)
+            history["validation"].append((step, loss))
+            say(f"step {step}: training loss {recent[-1]:.3f}, validation loss {loss:.3f}, "
+                f"{(step - first) * args.batch * args.seq / busy:,.0f} tokens/s")  # fmt: skip
+        if keep or stop:
+            save(checkpoint, model, optim, step=step, history=history, generator=generator.get_state())
+        clock = time.perf_counter()
+    bar.close()
+
+    for line in report_memory(model, optim, device):
+        say(line)
+    text = sample(model, b"def ", 256, device)
+    say(f"sample:\n{text}\n")
+    if rank == 0:
+        plot(args.out / "loss.png", history, entropy, f"GPT, {size / 1e6:.1f} M parameters, {world} ranks, {args.strategy}")
+        (args.out / "sample.txt").write_text(text, encoding="utf-8")
+    say(f"wrote {checkpoint}, loss.png and sample.txt; {step} steps in {time.perf_counter() - begin:.0f} s")
+    if args.compare:
+        say(f"largest difference between sharded and unsharded loss in {step} steps: {worst:.1e}")
+    loss = history["validation"][-1][1]
+    say(f"validation loss {loss:.3f} nats/byte against unigram entropy {entropy:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

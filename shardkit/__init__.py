@@ -1,0 +1,38 @@
+"""shardkit: sharded training for PyTorch. `model = shardkit.auto_wrap(model)`, and train as on one device.
+
+    auto_wrap(model, policy="auto", **options)          shard a whole model
+    FullyShardedDataParallel(module, **options)         shard one unit
+    describe(model)                                     a table of what was made
+    full_state_dict, load_full_state_dict               whole weights in and out
+    full_optim_state_dict, load_full_optim_state_dict   whole optimizer state in and out
+
+Importing shardkit imports torch alone.
+"""
+
+from .api import FullyShardedDataParallel, auto_wrap
+from .checkpoint.full import full_state_dict, load_full_state_dict
+from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
+from .config import CPUOffload, MixedPrecision
+from .errors import ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
+from .local_shard import LocalShard
+from .wrap import size_policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUOffload",
+    "ConfigError",
+    "FullyShardedDataParallel",
+    "LocalShard",
+    "MixedPrecision",
+    "OrderError",
+    "PlanMismatchError",
+    "ShardkitError",
+    "StateError",
+    "auto_wrap",
+    "full_optim_state_dict",
+    "full_state_dict",
+    "load_full_optim_state_dict",
+    "load_full_state_dict",
+    "size_policy",
+]

@@ -1,0 +1,140 @@
+"""What a user may choose: frozen, keyword-only values, checked once, read by the engine.
+
+Nothing here reads the environment or touches torch.distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Which dtype is used where. `None` always means "leave as it is".
+
+    The local shards and the optimizer keep the parameters' own dtype (the master dtype); the shard is cast once,
+    before the gather, so that what travels and what computes is `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    """dtype of the gathered parameters. None: the parameter's own dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """dtype that gradients travel in. None: float32 where `param_dtype` is a 16-bit type, else the gradient's own.
+    A 16-bit wire is summed in float32 on gloo groups of up to eight ranks, and averaged by the backend elsewhere."""
+    buffer_dtype: torch.dtype | None = None
+    """dtype that floating-point buffers are cast to when wrapping. None: buffers are not touched."""
+    output_dtype: torch.dtype | None = None
+    """dtype that floating-point outputs of the outermost unit are cast to. None: outputs are not touched."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of every unit to `param_dtype`."""
+    keep_fp32: tuple[type[nn.Module] | str, ...] = ()
+    """Module classes, or parts of parameter names, that keep computing in their own dtype inside a low-precision unit.
+    Batch normalisation always does: its running statistics would otherwise drift."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CPUOffload:
+    """Keep the local shards, and with them gradients and optimizer state, in host memory."""
+
+    pin_memory: bool = True
+    """Pin the host shards, so that copies overlap with computation. Has no effect on a machine without a GPU."""
+
+
+class Strategy:
+    """What is dropped when. One instance per name in `STRATEGIES`; see the table in docs/design.md."""
+
+    def __init__(self, name: str, *, after_forward: bool, after_backward: bool, shard: bool = True, mesh2d: bool = False):
+        self.name = name
+        self.drop_after_forward = after_forward
+        self.drop_after_backward = after_backward
+        self.shard = shard
+        self.mesh2d = mesh2d
+
+    def __repr__(self) -> str:
+        return f"Strategy({self.name!r})"
+
+
+STRATEGIES = {
+    s.name: s
+    for s in (
+        Strategy("full", after_forward=True, after_backward=True),
+        Strategy("grad_op", after_forward=False, after_backward=True),
+        Strategy("zero2", after_forward=False, after_backward=False),
+        Strategy("zero1", after_forward=False, after_backward=False),
+        Strategy("none", after_forward=False, after_backward=False, shard=False),
+        Strategy("hybrid", after_forward=True, after_backward=True, mesh2d=True),
+        Strategy("hybrid_grad_op", after_forward=False, after_backward=True, mesh2d=True),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one wrapping, after checking. Spelled as FSDP1 spells them where it has them."""
+
+    sharding_strategy: str = "full"
+    """One of `STRATEGIES`."""
+    reshard_after_forward: bool | None = None
+    """Drop full parameters after forward. None: what the strategy says."""
+    mixed_precision: MixedPrecision | None = None
+    """None: everything stays in the dtype it has."""
+    cpu_offload: CPUOffload | None = None
+    """None: shards live on the compute device."""
+    sync_module_states: bool = False
+    """Broadcast parameters and buffers from the first rank while wrapping. False: verify that ranks agree."""
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    """Initialises one module whose parameters were on the meta device, after they were allocated.
+    None: the module's own `reset_parameters()`."""
+    device_id: torch.device | None = None
+    """Device that computes. None: the parameters' device, or the current accelerator for CPU parameters of a
+    model that is trained with an accelerator's process group."""
+    forward_methods: tuple[str, ...] = ()
+    """Further methods of the wrapped module during which its own parameters are full."""
+    forward_prefetch: bool = True
+    """Start the next unit's gather while this unit computes forward."""
+    backward_prefetch: bool = True
+    """Start the previous unit's gather while this unit computes backward."""
+    check_order: bool = True
+    """Agree on the order of collectives, so that ranks that take different branches still train right.
+    False: trust that all ranks run the same units in the same order (saves two small host messages a step)."""
+
+    def __post_init__(self):
+        if self.sharding_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"sharding_strategy={self.sharding_strategy!r} is not known. Use one of {', '.join(STRATEGIES)}."
+            )
+        strategy = STRATEGIES[self.sharding_strategy]
+        if self.reshard_after_forward and not strategy.drop_after_backward:
+            raise ConfigError(
+                f"reshard_after_forward=True contradicts sharding_strategy={self.sharding_strategy!r}, which keeps full "
+                "parameters between steps. Use 'full' or 'hybrid', or leave reshard_after_forward at None."
+            )
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
+            raise ConfigError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: only True, False and None are supported."
+            )
+        for field, kind in (("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{field}={value!r}: expected shardkit.{kind.__name__}(...) or None.")
+        if self.cpu_offload and not strategy.drop_after_backward:
+            raise ConfigError(
+                f"cpu_offload contradicts sharding_strategy={self.sharding_strategy!r}, which keeps full parameters on "
+                "the device between steps. Use 'full', 'grad_op' or a hybrid of them."
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        return STRATEGIES[self.sharding_strategy]
+
+    @property
+    def drop_after_forward(self) -> bool:
+        chosen = self.reshard_after_forward
+        return self.strategy.drop_after_forward if chosen is None else chosen

@@ -1,0 +1,266 @@
+"""`LocalShard`: a tensor that knows which part of which parameter it is.
+
+Gradients (`param.grad`) and the values of a sharded state dict are LocalShards. They are plain local memory: fused and
+foreach optimizers and elementwise code see an ordinary tensor and pay nothing. What makes plain PyTorch loops right is
+that questions about the *whole* gradient are completed across ranks:
+
+- `torch.linalg.vector_norm`, `torch.norm`, `Tensor.norm` and `torch._foreach_norm` (what `clip_grad_norm_` calls)
+- `torch._amp_foreach_non_finite_check_and_unscale_` (what `torch.amp.GradScaler` calls)
+
+These run one all-reduce over the shard group, so every rank must ask, as every rank does in a training loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .comm import Group
+from .layout import FlatLayout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardInfo:
+    """Where a local piece belongs: parameter `index` of `layout`, split over `group`, called `name` in the model."""
+
+    name: str
+    layout: FlatLayout
+    index: int
+    group: Group
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):  # process groups cannot be pickled; the piece that was pickled still knows what it is
+        return _Loaded, (self.name, self.layout, self.index, self.group.rank)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.layout.shapes[self.index]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """(start, stop) of this rank's run in the flattened parameter."""
+        return self.layout.piece(self.index, self.group.rank)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.index, self.group.rank)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loaded(ShardInfo):
+    """A ShardInfo read from a file: it knows its place, but there is no group to ask."""
+
+    group: int  # type: ignore[assignment]
+
+    @property
+    def rank(self) -> int:
+        return self.group
+
+    @property
+    def piece(self):
+        return self.layout.piece(self.index, self.group)
+
+    @property
+    def local_shape(self):
+        return self.layout.local_shape(self.index, self.group)
+
+
+class LocalShard(torch.Tensor):
+    """This rank's piece of a tensor that is split over a group. See the module docstring.
+
+    `shard_info` says which piece; `to_local()` unwraps; `full_tensor()` gathers (collective over the shard group).
+    In-place operations keep the type; results of other operations are plain tensors, because only the caller can know
+    whether a function of a piece is a piece of the function.
+    """
+
+    shard_info: ShardInfo
+
+    @staticmethod
+    def wrap(local: torch.Tensor, info: ShardInfo) -> LocalShard:
+        """`local` (shape `info.local_shape`) as a LocalShard that shares its memory."""
+        out = torch.Tensor._make_subclass(LocalShard, local.detach())
+        out.shard_info = info
+        return out
+
+    def to_local(self) -> torch.Tensor:
+        """The same memory as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, of shape `shard_info.shape`, on every rank of the shard group. Collective."""
+        info, local = self.shard_info, self.to_local()
+        full = local.new_empty(info.shape)
+        flat, works = full.view(-1), []
+        for rank in range(info.group.size):
+            start, stop = info.layout.piece(info.index, rank)
+            if stop > start:
+                run = flat[start:stop]
+                if rank == info.rank:
+                    run.copy_(local.reshape(-1))
+                works.append(info.group.broadcast(run, rank))
+        for work in works:
+            work.wait()
+        return full
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            result = special(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = LocalShard.wrap(self.to_local().clone(), self.shard_info)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        return LocalShard.wrap, (self.to_local().clone(), self.shard_info)
+
+    def __repr__(self, *, tensor_contents=None):
+        info = self.shard_info
+        start, stop = info.piece
+        return f"LocalShard({info.name}[{start}:{stop}] of {info.shape}, {self.to_local()!r})"
+
+
+# ---------------------------------------------------------------------------------------------- global norms
+
+
+def _powers(t: torch.Tensor, p: float) -> torch.Tensor:
+    """What ranks add up (or take the extreme of) for a p-norm of which `t` is one part: a 0-dim float tensor."""
+    if t.numel() == 0:
+        neutral = float("-inf") if p == float("inf") else float("inf") if p == -float("inf") else 0.0
+        return torch.full((), neutral, dtype=torch.float32, device=t.device)
+    norm = torch.linalg.vector_norm(t, p, dtype=None if t.is_complex() else _accumulate_dtype(t.dtype))
+    return norm if p in (0.0, float("inf"), -float("inf")) else norm**p
+
+
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _whole_norms(tensors: list[torch.Tensor], p: float) -> list[torch.Tensor]:
+    """p-norms of whole tensors from their local parts: one all-reduce per shard group. Plain tensors are whole."""
+    out: list[torch.Tensor | None] = [None] * len(tensors)
+    by_group: dict[Group, list[int]] = {}
+    for i, t in enumerate(tensors):
+        if isinstance(t, LocalShard):
+            by_group.setdefault(t.shard_info.group, []).append(i)
+        else:
+            out[i] = torch.linalg.vector_norm(t, p)
+    for group, where in by_group.items():
+        parts = torch.stack([_powers(tensors[i].to_local(), p).float() for i in where])  # type: ignore[attr-defined]
+        op = {float("inf"): dist.ReduceOp.MAX, -float("inf"): dist.ReduceOp.MIN}.get(p, dist.ReduceOp.SUM)
+        group.all_reduce(parts, op).wait()
+        if p == float("inf"):
+            parts.clamp_(min=0.0)  # a gradient without elements anywhere
+        elif p not in (0.0, -float("inf")):
+            parts = parts ** (1.0 / p)
+        for i, norm in zip(where, parts.unbind(), strict=True):
+            dtype = tensors[i].dtype
+            out[i] = norm.to(dtype.to_real() if dtype.is_complex else dtype)
+    return out  # type: ignore[return-value]
+
+
+class _PendingNorm(torch.Tensor):
+    """The norm of one LocalShard, not yet completed across ranks.
+
+    `clip_grad_norm_` asks for the norm of every gradient and then stacks them. Completing at the stack costs one
+    all-reduce for the whole model; completing each norm would cost one per parameter.
+    """
+
+    source: LocalShard
+    order: float
+
+    @staticmethod
+    def of(source: LocalShard, order: float) -> _PendingNorm:
+        dtype = source.dtype.to_real() if source.dtype.is_complex else source.dtype
+        out = torch.Tensor._make_subclass(_PendingNorm, torch.zeros((), dtype=dtype, device=source.device))
+        out.source, out.order = source, order
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and len(args) == 2 and args[1] == args[0].device:
+            return args[0]
+        if func is torch.stack and len({n.order for n in args[0] if isinstance(n, _PendingNorm)}) == 1:
+            order = next(n.order for n in args[0] if isinstance(n, _PendingNorm))
+            pending = [n for n in args[0] if isinstance(n, _PendingNorm)]
+            done = iter(_whole_norms([n.source for n in pending], order))
+            whole = [next(done) if isinstance(n, _PendingNorm) else n for n in args[0]]
+            return torch.stack([n.to(whole[0].dtype) for n in whole], *args[1:], **kwargs)
+        if func is torch.Tensor.device.__get__ or func is torch.Tensor.dtype.__get__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args = torch.utils._pytree.tree_map(_complete, args)
+        kwargs = torch.utils._pytree.tree_map(_complete, kwargs)
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents=None):
+        return repr(_complete(self))
+
+
+def _complete(value: Any) -> Any:
+    return _whole_norms([value.source], value.order)[0] if isinstance(value, _PendingNorm) else value
+
+
+def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, out=None):
+    if dim is not None or keepdim or out is not None or dtype is not None or not isinstance(x, LocalShard):
+        return NotImplemented  # a norm along a dimension, say, is a question about the local piece
+    return _PendingNorm.of(x, float(ord))
+
+
+def _norm(input, p="fro", dim=None, keepdim=False, out=None, dtype=None):
+    if dim is not None or keepdim or out is not None or not isinstance(input, LocalShard) or p == "nuc":
+        return NotImplemented
+    norm = _whole_norms([input], 2.0 if p in ("fro", None) else float(p))[0]
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _foreach_norm(tensors, ord=2, dtype=None):
+    norms = _whole_norms(list(tensors), float(ord))
+    return norms if dtype is None else [n.to(dtype) for n in norms]
+
+
+def _unscale(grads, found_inf, inv_scale):
+    local = [g.to_local() if isinstance(g, LocalShard) else g for g in grads]
+    torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
+    for group in dict.fromkeys(g.shard_info.group for g in grads if isinstance(g, LocalShard)):
+        # An infinity in one rank's piece must make every rank skip the step.
+        group.all_reduce(found_inf, dist.ReduceOp.MAX).wait()
+
+
+def _clone(input, *, memory_format=torch.preserve_format):
+    return LocalShard.wrap(input.to_local().clone(memory_format=memory_format), input.shard_info)
+
+
+def _detach(input):
+    return LocalShard.wrap(input.to_local(), input.shard_info)
+
+
+_SPECIAL = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.norm: _norm,
+    torch.Tensor.norm: _norm,
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    torch.clone: _clone,
+    torch.Tensor.clone: _clone,
+    torch.Tensor.detach: _detach,
+}

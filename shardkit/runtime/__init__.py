@@ -1,0 +1,1 @@
+"""The engine: what runs during a step."""

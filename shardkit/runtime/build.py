@@ -1,0 +1,345 @@
+"""From a module tree to units: who owns which parameter, which units borrow it, and whether all ranks agree."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+from ..comm import Mesh
+from ..config import Options
+from ..errors import ConfigError, PlanMismatchError
+from . import precision
+from .flat_param import FlatParam, home_of
+from .managed import manage, unit_of
+from .step import Step
+from .unit import Entry, Unit
+
+# Modules that only look rows up: their weight takes part in no backward formula.
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
+
+class _Draft:
+    """A unit in the making: its modules, and the parameters it will own, in order of first sight."""
+
+    def __init__(self, name: str, module: nn.Module):
+        self.name, self.module = name, module
+        self.modules: list[nn.Module] = []
+        self.owned: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+        # every parameter it computes with: parameter -> [(module, attribute or None, key)]
+        self.places: dict[nn.Parameter, list[tuple[nn.Module, str | None, object]]] = {}
+
+
+def build(
+    root: nn.Module,
+    nested: list[tuple[str, nn.Module]],
+    mesh: Mesh,
+    options: Options,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    mixin: type,
+) -> Step:
+    """Shards `root` in place, with a unit for it and one for each of `nested`, around units that exist already.
+
+    Collective over the mesh: ranks compare the plan before anything is changed, and the weights (or, with
+    `sync_module_states`, receive them from the first rank).
+    Raises ConfigError for what cannot be wrapped, PlanMismatchError on all ranks where ranks differ.
+    """
+    existing = _existing_units(root)
+    drafts = _draft(root, dict((m, name) for name, m in nested), existing, ignored_modules, ignored_params)
+    _compare_plans(drafts, mesh, options)
+    device = _compute_device(drafts, options)
+    _materialise(drafts, device, options)
+    _agree_on_weights(drafts, root, mesh, options, ignored_modules)
+
+    homes: dict[nn.Parameter, tuple[FlatParam, int]] = {}
+    units: list[Unit] = []
+    borrowers = _borrowers(drafts)
+    for draft in drafts:
+        flats = _make_flats(draft, borrowers, mesh, options, device)
+        for flat in flats:
+            homes.update((p, (flat, i)) for i, p in enumerate(flat.params))
+        units.append(_make_unit(draft, flats, homes, options))
+        for flat in flats:
+            flat.unit = units[-1]
+    for draft, unit in zip(drafts, units, strict=True):
+        for module in draft.modules:
+            _move_buffers(module, device, options)
+            if module is draft.module:
+                manage(module, unit, mixin, ("forward", *(options.forward_methods if module is root else ())))
+            elif any(home_of(p) for p in module._parameters.values() if p is not None):
+                manage(module, unit)
+    return Step(units + existing, mesh, options)
+
+
+# ------------------------------------------------------------------------------------------------------ drafting
+
+
+def _existing_units(root: nn.Module) -> list[Unit]:
+    """Units made earlier below `root`, in the order of the module tree."""
+    here = list(root.modules())
+    units = list(dict.fromkeys(u for u in (unit_of(m) for m in here) if u is not None))
+    inside = set(here)
+    for unit in units:
+        if unit.module is root:
+            raise ConfigError(
+                f"{type(root).__name__} is sharded already. Wrap a model once; to change its options, build it anew."
+            )
+        if unit.module not in inside:
+            raise ConfigError(
+                f"{type(root).__name__} is part of unit {unit.name!r}, which is sharded already. Wrap inner modules "
+                "before outer ones."
+            )
+        unit.step.check_idle("wrapping")
+    return units
+
+
+def _draft(root, nested, existing, ignored_modules, ignored_params) -> list[_Draft]:
+    done = {unit.module for unit in existing}
+    drafts: list[_Draft] = []
+    owner: dict[nn.Parameter, _Draft] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, draft: _Draft | None) -> None:
+        if module in seen or module in ignored_modules or module in done:
+            return
+        seen.add(module)
+        if draft is None or module in nested:
+            draft = _Draft(name, module)
+            drafts.append(draft)
+        draft.modules.append(module)
+        for key, param in module._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            _check_param(param, f"{name}.{key}" if name else key)
+            if param not in owner and home_of(param) is None:
+                owner[param] = draft
+                draft.owned[param] = (f"{name}.{key}" if name else key, module)
+            draft.places.setdefault(param, []).append((module, "_parameters", key))
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{key}" if name else key, draft)
+
+    visit(root, "", None)
+    for draft in drafts:
+        for module in draft.modules:
+            for attribute, key, param in _cached_params(module):
+                if param in owner or home_of(param) is not None:
+                    draft.places.setdefault(param, []).append((module, attribute, key))
+    return drafts
+
+
+def _cached_params(module: nn.Module):
+    """(attribute or None, key, parameter) of parameters that a module keeps outside of `_parameters`: an RNN's
+    `_flat_weights`, or a plain list of another module's weights."""
+    for attribute, value in module.__dict__.items():
+        if isinstance(value, nn.Parameter):
+            yield None, attribute, value
+        elif isinstance(value, list) and not attribute.startswith("_forward"):
+            for i, item in enumerate(value):
+                if isinstance(item, nn.Parameter):
+                    yield attribute, i, item
+        elif isinstance(value, dict) and attribute not in ("_parameters", "_buffers", "_modules"):
+            for key, item in value.items():
+                if isinstance(item, nn.Parameter):
+                    yield attribute, key, item
+
+
+def _check_param(param: nn.Parameter, name: str) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ConfigError(f"{name} is not initialised yet (a lazy module). Run one forward on a batch before wrapping.")
+    if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
+        raise ConfigError(
+            f"{name} is a {type(param).__name__}. Only plain parameters can be sharded; pass it in ignored_states."
+        )
+    if param.layout != torch.strided:
+        raise ConfigError(f"{name} has layout {param.layout}. Only dense parameters can be sharded.")
+
+
+def _borrowers(drafts: list[_Draft]) -> dict[nn.Parameter, tuple[str, ...]]:
+    """For each new parameter, the names of the units that compute with it."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for draft in drafts:
+        for param in draft.places:
+            users.setdefault(param, []).append(draft.name)
+    return {param: tuple(names) for param, names in users.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- agreement
+
+
+def _compare_plans(drafts: list[_Draft], mesh: Mesh, options: Options) -> None:
+    """Raises PlanMismatchError on all ranks unless every rank is about to build the same units."""
+    if mesh.world.size == 1 or mesh.world.backend == "fake":
+        return
+    lines = [f"options {dataclass_summary(options)}"]
+    for draft in drafts:
+        lines.append(f"unit {draft.name or '(root)'}: {type(draft.module).__name__}")
+        for param, (name, _) in draft.owned.items():
+            lines.append(f"{name}: {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}")
+    digest = zlib.crc32("\n".join(lines).encode())
+    digests = mesh.world.all_gather_object(digest)
+    if len(set(digests)) == 1:
+        return
+    plans = mesh.world.all_gather_object(lines)
+    for rank, other in enumerate(plans):
+        for mine, theirs in zip([*plans[0], "(nothing)"], [*other, "(nothing)"], strict=False):
+            if mine != theirs:
+                raise PlanMismatchError(
+                    f"ranks {mesh.world.ranks[0]} and {mesh.world.ranks[rank]} wrap different models: {mine!r} on the "
+                    f"first, {theirs!r} on the second. Build the same model with the same options on every rank."
+                )
+    raise PlanMismatchError("ranks wrap models of different length. Build the same model on every rank.")
+
+
+def dataclass_summary(options: Options) -> str:
+    return f"{options.sharding_strategy} {options.drop_after_forward} {options.mixed_precision} {options.cpu_offload}"
+
+
+def _agree_on_weights(drafts, root, mesh: Mesh, options: Options, ignored_modules) -> None:
+    if mesh.world.size == 1 or mesh.world.backend == "fake":
+        return
+    if options.sync_module_states:
+        for draft in drafts:
+            tensors = [p.data for p in draft.owned]
+            for module in draft.modules:
+                tensors += [b for b in module._buffers.values() if b is not None]
+            for tensor in tensors:
+                whole = tensor.contiguous()
+                mesh.world.broadcast(whole).wait()
+                if whole is not tensor:
+                    tensor.copy_(whole)
+        return
+    sums = [(name, _checksum(param)) for draft in drafts for param, (name, _) in draft.owned.items()]
+    everyone = mesh.world.all_gather_object(zlib.crc32(repr(sums).encode()))
+    if len(set(everyone)) > 1:
+        details = mesh.world.all_gather_object(sums)
+        for rank, other in enumerate(details):
+            different = [a[0] for a, b in zip(details[0], other, strict=True) if a != b]
+            if different:
+                raise PlanMismatchError(
+                    f"{different[0]} and {len(different) - 1} more parameters differ between ranks "
+                    f"{mesh.world.ranks[0]} and {mesh.world.ranks[rank]}; sharding would mix two models. Seed every "
+                    "rank alike before building the model, or pass sync_module_states=True to take the first rank's."
+                )
+
+
+def _checksum(param: nn.Parameter) -> int:
+    data = param.detach().contiguous().view(-1)
+    if data.numel() == 0 or data.device.type == "meta":
+        return 0
+    if data.is_complex():
+        data = torch.view_as_real(data).view(-1)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
+    return int(data.view(integers).sum(dtype=torch.int64)) if data.dtype != torch.bool else int(data.sum())
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+
+
+def _compute_device(drafts: list[_Draft], options: Options) -> torch.device:
+    if options.device_id is not None:
+        return options.device_id
+    kinds = {p.device.type for draft in drafts for p in draft.owned} - {"meta"}
+    accelerator = torch.accelerator.current_accelerator()
+    if kinds == {"cpu"} or not kinds:
+        if options.cpu_offload is not None and accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        if not kinds and accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        return torch.device("cpu")
+    devices = {p.device for draft in drafts for p in draft.owned if p.device.type not in ("meta", "cpu")}
+    if len(devices) > 1:
+        raise ConfigError(f"the model's parameters are on several devices: {sorted(map(str, devices))}. Use one a rank.")
+    return devices.pop()
+
+
+def _materialise(drafts: list[_Draft], device: torch.device, options: Options) -> None:
+    """Gives memory and values to modules that were built on the meta device, in the order of the module tree."""
+    for draft in drafts:
+        for module in draft.modules:
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if not any(t is not None and t.device.type == "meta" for t in own):
+                continue
+            init = options.param_init_fn or _own_initialiser(module)
+            places = {p: draft.places[p] for p in module._parameters.values() if p in draft.places}
+            named = dict(module._parameters)
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                init(module)
+            for key, old in named.items():
+                new = module._parameters[key]
+                if old is not None and new is not old and old in places:
+                    _replace(drafts, old, new)
+
+
+def _own_initialiser(module: nn.Module):
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise ConfigError(
+            f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(). Pass "
+            "param_init_fn=, a function that initialises one module."
+        )
+    return lambda m: reset()
+
+
+def _replace(drafts: list[_Draft], old: nn.Parameter, new: nn.Parameter) -> None:
+    """`to_empty` makes new parameters: every place that held the old one gets the new one."""
+    for draft in drafts:
+        if old in draft.owned:
+            draft.owned = {new if p is old else p: v for p, v in draft.owned.items()}
+        if old in draft.places:
+            draft.places = {new if p is old else p: v for p, v in draft.places.items()}
+            for module, attribute, key in draft.places[new]:
+                container = module.__dict__ if attribute is None else module.__dict__[attribute]
+                container[key] = new
+
+
+def _move_buffers(module: nn.Module, device: torch.device, options: Options) -> None:
+    if options.mixed_precision is not None:
+        precision.cast_buffers(options.mixed_precision, module)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type != device.type:
+            module._buffers[key] = buffer.to(device)
+
+
+# -------------------------------------------------------------------------------------------------------- making
+
+
+def _make_flats(draft, borrowers, mesh: Mesh, options: Options, device: torch.device) -> list[FlatParam]:
+    """One flat parameter per kind: dtypes, requires_grad, and the set of units that need it."""
+    mp = options.mixed_precision
+    kinds: dict[tuple, list[nn.Parameter]] = {}
+    for param, (name, module) in draft.owned.items():
+        compute = param.dtype
+        if mp is not None and mp.param_dtype is not None and param.dtype.is_floating_point:
+            if not precision.keeps_own_dtype(mp, module, name):
+                compute = mp.param_dtype
+        kinds.setdefault((param.dtype, compute, param.requires_grad, borrowers[param]), []).append(param)
+    offload = options.cpu_offload
+    return [
+        FlatParam(
+            [draft.owned[p][0] for p in params],
+            params,
+            mesh,
+            compute_dtype=compute,
+            reduce_dtype=mp.reduce_dtype if mp is not None else None,
+            device=device,
+            shard_device=torch.device("cpu") if offload is not None else device,
+            pin_memory=offload is not None and offload.pin_memory,
+            persistent=not options.strategy.drop_after_backward,
+        )
+        for (_, compute, _, _), params in kinds.items()
+    ]
+
+
+def _make_unit(draft: _Draft, flats: list[FlatParam], homes, options: Options) -> Unit:
+    entries = []
+    for param, places in draft.places.items():
+        flat, index = homes.get(param) or home_of(param)  # type: ignore[misc]
+        entries.append(Entry(flat, index, places))
+    holders: Iterable[nn.Module] = (m for m in draft.modules if any(p is not None for p in m._parameters.values()))
+    needed = not all(isinstance(m, _LOOKUPS) and m.max_norm is None for m in holders)
+    return Unit(draft.name, draft.module, flats, entries, options.mixed_precision, needed)

@@ -1,0 +1,361 @@
+"""One flat parameter: the parameters of a unit that share dtypes, end to end in one buffer, of which each rank keeps a slice.
+
+    shard    1-D, `layout.shard_numel` elements of the master dtype, on every rank: what the optimizer updates.
+             Every local parameter's `.data` is a view of it.
+    buffer   1-D, `layout.numel` elements of the compute dtype: all ranks' slices, present while some unit computes.
+             Full parameters are aliases of it. It is freed because nobody refers to it any more.
+    grad     1-D, `layout.numel` elements of the reduce dtype: this rank's gradient of the full parameters, from the
+             first `Use` that reports until the reduction starts (or the next synchronised backward, under no_sync).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import Mesh, Work
+from ..errors import StateError
+from ..layout import FlatLayout, plan_layout
+from ..local_shard import LocalShard, ShardInfo
+
+if TYPE_CHECKING:
+    from .step import Step
+    from .unit import Unit
+
+_LOW = (torch.float16, torch.bfloat16)
+
+# Which flat parameter a local parameter belongs to, and where in it. Weak, so that it never keeps a model alive.
+_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def home_of(param: torch.Tensor) -> tuple[FlatParam, int] | None:
+    """(flat parameter, index in it) of a local parameter; None for a parameter that is not sharded."""
+    return _homes.get(param)
+
+
+class FlatParam:
+    """See the module docstring. Made from whole parameters, which it turns into local ones in place."""
+
+    def __init__(
+        self,
+        names: list[str],
+        params: list[nn.Parameter],
+        mesh: Mesh,
+        *,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
+        device: torch.device,
+        shard_device: torch.device,
+        pin_memory: bool,
+        persistent: bool,
+    ):
+        self.names, self.params, self.mesh = names, params, mesh
+        self.layout: FlatLayout = plan_layout([tuple(p.shape) for p in params], mesh.shard.size)
+        self.compute_dtype, self.device = compute_dtype, device
+        # 16-bit gradients are added in float32 unless the user chose otherwise; others keep their dtype.
+        self.reduce_dtype = reduce_dtype or (torch.float32 if _narrowed(params[0].dtype, compute_dtype) else compute_dtype)
+        if not (compute_dtype.is_floating_point or compute_dtype.is_complex):
+            self.reduce_dtype = compute_dtype
+        elif compute_dtype.is_complex:
+            self.reduce_dtype = compute_dtype
+        self.persistent = persistent  # zero1, zero2: the buffer outlives the step
+        self.infos = [ShardInfo(name, self.layout, i, mesh.shard) for i, name in enumerate(names)]
+        self.index = -1  # position among the root's flat parameters; the same on every rank
+        self.unit: Unit
+        self.users: list[Unit] = []  # the owner first, then the units that borrow from it
+        self.step: Step
+        self.start_over()
+
+        self._geometry()
+        self._adopt(shard_device, pin_memory)
+
+    def start_over(self) -> None:
+        """Nothing is gathered, under way or accumulated."""
+        self.buffer: torch.Tensor | None = None
+        self.holders = 0  # units that compute with the buffer right now
+        self._work: Work | None = None
+        self._seen: tuple[int, ...] = ()  # the local parameters' versions when the buffer was gathered
+
+        self.grad: torch.Tensor | None = None
+        self._grad_is_ours = True
+        self.reduced: torch.Tensor | None = None  # reduced gradient of this backward, laid out as the shard
+        self.touched: set[int] = set()  # parameters that got a gradient since the last deposit
+
+    def __repr__(self) -> str:
+        return f"FlatParam({self.names[0]}{'...' if len(self.names) > 1 else ''}, {self.layout.used} elements)"
+
+    # ------------------------------------------------------------------------------------------ the local shard
+
+    def _geometry(self) -> None:
+        layout, rank = self.layout, self.mesh.shard.rank
+        self.full_geometry = [
+            (shape, _contiguous_strides(shape), offset)
+            for shape, offset in zip(layout.shapes, layout.offsets, strict=True)
+        ]
+        self._local_views = []
+        for i in range(len(layout.shapes)):
+            start, stop = layout.piece(i, rank)
+            self._local_views.append((layout.local_offset(i, rank), stop - start, layout.local_shape(i, rank)))
+
+    @property
+    def slot(self) -> slice:
+        """Where this rank's slice lies in a full buffer."""
+        n = self.layout.shard_numel
+        return slice(self.mesh.shard.rank * n, (self.mesh.shard.rank + 1) * n)
+
+    @property
+    def is_whole(self) -> bool:
+        """True where the shard is the whole buffer, so that nothing is gathered or copied."""
+        return self.mesh.shard.size == 1 and self.shard.dtype == self.compute_dtype and self.shard.device == self.device
+
+    def _adopt(self, shard_device: torch.device, pin_memory: bool) -> None:
+        """Keeps this rank's slice of the whole parameters, and makes them local."""
+        dtype = self.params[0].dtype
+        shard = self.new_shard(dtype, shard_device, pin_memory)
+        for p, (lo, n, _), i in zip(self.params, self._local_views, range(len(self.params)), strict=True):
+            if n:
+                start, stop = self.layout.piece(i, self.mesh.shard.rank)
+                shard[lo : lo + n].copy_(p.detach().reshape(-1)[start:stop])
+        self.bind(shard)
+
+    def new_shard(self, dtype, device, pin_memory=False) -> torch.Tensor:
+        if self.persistent and self.mesh.shard.size > 1 and dtype == self.compute_dtype and device == self.device:
+            # Full parameters stay anyway, so the shard is a part of them instead of a second copy.
+            self.buffer = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+            return self.buffer[self.slot]
+        pin = pin_memory and device.type == "cpu" and self.device.type != "cpu"
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device, pin_memory=pin)
+
+    def bind(self, shard: torch.Tensor) -> None:
+        """Makes `shard` (1-D, `layout.shard_numel`) the memory of the local parameters."""
+        self.shard = shard
+        self._pointers = []
+        for i, (p, (lo, n, shape)) in enumerate(zip(self.params, self._local_views, strict=True)):
+            p.data = shard[lo : lo + n].view(shape)
+            self._pointers.append(p.data_ptr())
+            _homes[p] = (self, i)
+
+    def absorb(self) -> None:
+        """Takes over what the user put in place of a local parameter's memory: `p.data = x`, or `module.to(dtype)`."""
+        for p, pointer in zip(self.params, self._pointers, strict=True):
+            if p.data_ptr() != pointer or p.dtype != self.shard.dtype:
+                return self._absorb()
+
+    def _absorb(self) -> None:
+        first = self.params[0]
+        moved = first.dtype != self.shard.dtype or first.device.type != self.shard.device.type
+        if moved and self.compute_dtype == self.shard.dtype:
+            self.compute_dtype = self.reduce_dtype = first.dtype
+        shard = self.new_shard(first.dtype, first.device) if moved else self.shard
+        for i, (p, (lo, n, shape)) in enumerate(zip(self.params, self._local_views, strict=True)):
+            if p.dtype != first.dtype:
+                raise StateError(
+                    f"{self.names[i]} became {p.dtype} while {self.names[0]}, of the same flat parameter, is {first.dtype}. "
+                    "Convert the whole model, or wrap after converting."
+                )
+            if tuple(p.shape) == shape:
+                piece = p.detach().reshape(-1)
+            elif tuple(p.shape) == self.layout.shapes[i]:
+                start, stop = self.layout.piece(i, self.mesh.shard.rank)
+                piece = p.detach().reshape(-1)[start:stop]
+            else:
+                raise StateError(
+                    f"{self.names[i]}.data has shape {tuple(p.shape)}, which is neither this rank's piece {shape} nor the "
+                    f"whole parameter {self.layout.shapes[i]}. Assign one of these."
+                )
+            if n and piece.data_ptr() != shard[lo : lo + n].data_ptr():
+                shard[lo : lo + n].copy_(piece)
+        self.forget()
+        self.bind(shard)
+
+    # ------------------------------------------------------------------------------------- the full parameters
+
+    def gather(self) -> None:
+        """Starts the all-gather. Every rank of the shard group must do so, in the same order."""
+        self.absorb()
+        self.forget_work()
+        if self.is_whole:
+            self.buffer = self.shard
+        else:
+            self._seen = tuple(p._version for p in self.params)
+            buffer = self.buffer if self.persistent else None
+            if buffer is None:
+                buffer = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
+            slot = buffer[self.slot]
+            if slot.data_ptr() != self.shard.data_ptr() or slot.dtype != self.shard.dtype:
+                slot.copy_(self.shard, non_blocking=True)  # the one cast, and the copy to the device
+            self._work = self.mesh.shard.all_gather(buffer)
+            self.buffer = buffer
+        self.step.storages[self.buffer.untyped_storage()._cdata] = self
+
+    def contribute(self) -> None:
+        """Takes part in a gather that only other ranks need."""
+        buffer = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
+        buffer[self.slot].copy_(self.shard)
+        self.mesh.shard.all_gather(buffer).wait()
+
+    def gather_like_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """All ranks' slices of a tensor laid out as the local shard (1-D, any dtype), in one new 1-D tensor on the
+        compute device. Collective over the shard group."""
+        whole = torch.empty(self.layout.numel, dtype=shard.dtype, device=self.device)
+        whole[self.slot].copy_(shard)
+        self.mesh.shard.all_gather(whole).wait()
+        return whole
+
+    def wait(self) -> torch.Tensor:
+        """The gathered buffer, once it is complete."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        assert self.buffer is not None
+        return self.buffer
+
+    @property
+    def ready(self) -> bool:
+        """True where nothing needs to be gathered: the buffer is there, and was made from today's values."""
+        if self.buffer is None:
+            return False
+        if self.is_whole:
+            return self._is_registered()
+        return self._is_registered() and self._seen == tuple(p._version for p in self.params)
+
+    def _is_registered(self) -> bool:
+        return self.step.storages.get(self.buffer.untyped_storage()._cdata) is self  # type: ignore[union-attr]
+
+    def forget_work(self) -> None:
+        if self._work is not None:
+            self._work.wait()  # a buffer must outlive the collective that fills it
+            self._work = None
+
+    def release(self) -> None:
+        """Drops the full parameters if no unit computes with them and the strategy does not keep them."""
+        if self.holders == 0 and not self.persistent:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drops the full parameters; kept memory (zero1, zero2) becomes stale instead."""
+        self.forget_work()
+        if self.buffer is not None:
+            self.step.storages.pop(self.buffer.untyped_storage()._cdata, None)
+            if not self.persistent or self.is_whole:
+                self.buffer = None
+        self._seen = ()
+
+    def views(self, indices) -> list[torch.Tensor]:
+        """Full parameters, as plain aliases of the buffer with version counters of their own.
+
+        Not views in autograd's sense: those, returned by a Function with several outputs, refuse in-place changes,
+        which spectral norm, `max_norm` embeddings and pruning make.
+        """
+        buffer, geometry = self.buffer, self.full_geometry
+        assert buffer is not None
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return [buffer.as_strided(*geometry[i]) for i in indices]
+
+    def write_back(self, index: int, full: torch.Tensor) -> None:
+        """Keeps this rank's part of a full parameter that the forward changed in place."""
+        lo, n, _ = self._local_views[index]
+        if n == 0 or self.is_whole:
+            return
+        start, stop = self.layout.piece(index, self.mesh.shard.rank)
+        new, own = full.detach().reshape(-1)[start:stop], self.shard[lo : lo + n]
+        if new.dtype != own.dtype:
+            # Only what changed: the rest would lose the master's precision in the round trip.
+            new = torch.where(new.to(own.device) != own.to(new.dtype), new.to(own), own)
+        if new.data_ptr() != own.data_ptr():
+            own.copy_(new)
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    @property
+    def settled(self) -> bool:
+        """True when no use of these parameters still owes a gradient."""
+        return not any(unit.live for unit in self.users)
+
+    def add_grads(self, indices: list[int], grads: list[torch.Tensor]) -> None:
+        """Adds full gradients (shapes as the full parameters, any dtype or layout) to `grad`. Copies, then lets go."""
+        self.touched.update(indices)
+        grads = [g.to_dense() if g.layout != torch.strided else g for g in grads]
+        if self.grad is None:
+            g = grads[0]
+            if g.numel() == self.layout.numel and g.dtype == self.reduce_dtype and g.is_contiguous():
+                # A flat parameter of one: the gradient autograd made is the reduce buffer. Read only.
+                self.grad, self._grad_is_ours = g.view(-1), False
+                return
+            self.grad, self._grad_is_ours = self._new_grad(indices), True
+            torch._foreach_copy_(self._grad_views(indices), grads)
+        else:
+            if not self._grad_is_ours:
+                self.grad, self._grad_is_ours = self.grad.clone(), True
+            views = self._grad_views(indices)
+            torch._foreach_add_(views, [g.to(self.reduce_dtype) for g in grads])
+
+    def _new_grad(self, indices) -> torch.Tensor:
+        used = sum(self.params_numel(i) for i in indices)
+        make = torch.empty if used == self.layout.numel else torch.zeros
+        if used == self.layout.used and make is torch.zeros:  # only the padding is not written
+            grad = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+            grad[self.layout.used :].zero_()
+            return grad
+        return make(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+
+    def params_numel(self, index: int) -> int:
+        n = 1
+        for size in self.layout.shapes[index]:
+            n *= size
+        return n
+
+    def _grad_views(self, indices) -> list[torch.Tensor]:
+        grad, geometry = self.grad, self.full_geometry
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return [grad.as_strided(*geometry[i]) for i in indices]  # type: ignore[union-attr]
+
+    def take_grad(self) -> torch.Tensor:
+        """`grad`, which the caller now owns; zeros where this rank has nothing to add."""
+        grad, self.grad, self._grad_is_ours = self.grad, None, True
+        if grad is None:
+            grad = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        return grad
+
+    def local_pieces(self, shard: torch.Tensor) -> list[LocalShard]:
+        """Per parameter, its piece of a 1-D tensor laid out as the local shard. Shares memory."""
+        return [
+            LocalShard.wrap(shard[lo : lo + n].view(shape), info)
+            for (lo, n, shape), info in zip(self._local_views, self.infos, strict=True)
+        ]
+
+    def local_piece(self, shard: torch.Tensor, index: int) -> LocalShard:
+        lo, n, shape = self._local_views[index]
+        return LocalShard.wrap(shard[lo : lo + n].view(shape), self.infos[index])
+
+    def deposit(self, reduced: torch.Tensor, used: set[int]) -> None:
+        """Puts a reduced gradient (1-D, as the local shard) at `param.grad`, adding to what is there; then runs the
+        hooks that users put on the parameters, with the reduced local gradient, as autograd would."""
+        reduced = reduced.to(device=self.shard.device, dtype=self.shard.dtype)
+        for i in sorted(used):
+            p = self.params[i]
+            grad = self.local_piece(reduced, i)
+            for hook in (p._backward_hooks or {}).values():
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+            if p.grad is None:
+                p.grad = grad
+            else:
+                p.grad.add_(grad)
+            for hook in (p._post_accumulate_grad_hooks or {}).values():
+                hook(p)
+
+
+def _narrowed(master: torch.dtype, compute: torch.dtype) -> bool:
+    return compute in _LOW and master not in _LOW
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

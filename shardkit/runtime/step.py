@@ -1,0 +1,341 @@
+"""One root: which unit runs when, what is gathered ahead, what happens at the end of backward and after an exception.
+
+A `Step` owns the units below one root and carries out, in this order:
+
+    forward    each unit in turn: gather (unless the previous unit did so ahead), start the next unit's gather, compute, drop
+    backward   a unit is opened by whatever comes first: a hook on its outputs, or a saved weight that is asked for;
+               opening gathers it, installs full parameters, and starts the previous unit's gather. When its last use
+               has reported, it is closed and its reduction starts.
+    the end    what is still open is closed and reduced; ranks meet; gradients are put at `param.grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ..comm import Mesh, Work
+from ..config import Options
+from ..errors import StateError
+from . import precision
+from .flat_param import FlatParam
+from .order import BACKWARD, CAPTURE, EVALUATION, FORWARD, GATHER, REDUCE, Order
+from .recipes import Record, SavedWeights
+from .unit import Entry, Unit, in_backward
+
+_IN_FLIGHT = 1  # reductions that may be under way while the next one is prepared
+
+
+class Reduction:
+    """A gradient on its way: reduce-scatter within the shard group, then all-reduce across replicas."""
+
+    def __init__(self, flat: FlatParam, grad: torch.Tensor):
+        mesh = flat.mesh
+        self.flat = flat
+        self._scatter: Work | None = mesh.shard.reduce_scatter(grad, mesh.size)
+        self._across = Work()
+
+    def advance(self) -> None:
+        """Waits for the first half, starts the second, and lets go of the full gradient."""
+        if self._scatter is not None:
+            self.result = self._scatter.wait()
+            self._scatter = None
+            self._across = self.flat.mesh.replicate.all_reduce(self.result)
+
+    def finish(self) -> None:
+        """Adds the reduced gradient to what this backward already reduced for the flat parameter."""
+        self.advance()
+        self._across.wait()
+        flat = self.flat
+        flat.reduced = self.result if flat.reduced is None else flat.reduced.add_(self.result)
+
+
+class Step:
+    """See the module docstring. `units[0]` is the root."""
+
+    def __init__(self, units: list[Unit], mesh: Mesh, options: Options):
+        self.units, self.mesh, self.options = units, mesh, options
+        self.flats: list[FlatParam] = [flat for unit in units for flat in unit.flats]
+        self.storages: dict[int, FlatParam] = {}  # gathered memory, by the identity of its storage
+        self.order = Order.of(mesh.channel)
+        self.root_id = mesh.channel.register(self) if mesh.channel is not None else 0
+        self.saved_weights = SavedWeights(self, None)
+        with torch.inference_mode(False), torch.enable_grad():
+            self.anchor = torch.empty(0, requires_grad=True)
+            self.anchor_node = self.anchor.expand(0).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+        self.sync = True  # False inside no_sync
+        self.summoned = False  # True while summon_full_params makes the parameters themselves full
+        self._sequence: list[Unit] = []  # units in the order of this forward
+        self._last_sequence: list[Unit] = []
+        self._depth = 0
+        self._mode: tuple[bool, bool] | None = None
+        self._broken = False
+
+        self._backward_open = False
+        self._opened: list[Unit] = []
+        self._positions: dict[Unit, int] = {}
+        self._pending: list[Reduction] = []
+        self._captured: Reduction | None = None
+
+        for unit in units:
+            unit.step = self
+            unit.ancestors = {u for u in units if u is not unit and _contains(u.module, unit.module)}
+        for index, flat in enumerate(self.flats):
+            flat.step, flat.index, flat.reduced = self, index, None
+            flat.users = [flat.unit] + [u for u in units if u is not flat.unit and flat in u.sources]
+
+    # ------------------------------------------------------------------------------------- carrying out requests
+
+    def perform(self, what: int, index: int) -> None:
+        """Runs a collective that this rank asked for."""
+        flat = self.flats[index]
+        if what == GATHER:
+            flat.gather()
+        elif what == REDUCE:
+            self._reduce(flat, flat.take_grad())
+        else:
+            self._captured = Reduction(flat, self._capturing)
+
+    def serve(self, what: int, index: int) -> None:
+        """Takes part in a collective that only other ranks asked for."""
+        flat = self.flats[index]
+        if what == GATHER:
+            flat.contribute()
+            return
+        zeros = torch.zeros(flat.layout.numel, dtype=flat.reduce_dtype, device=flat.device)
+        if what == REDUCE:
+            self._reduce(flat, zeros)
+        else:
+            Reduction(flat, zeros).advance()
+
+    def _gather(self, unit: Unit) -> None:
+        for flat in unit.sources:
+            if flat.ready or (flat.buffer is not None and flat.holders > 1):
+                continue  # there already; or somebody computes with it, and must see the same values
+            if flat.mesh.shard.size == 1 or flat.layout.numel == 0:
+                flat.gather()
+            else:
+                self.order.request(self, GATHER, flat.index)
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    @property
+    def computing(self) -> bool:
+        """True during a forward or a backward of this root."""
+        return self._depth > 0 or (self._backward_open and in_backward())
+
+    def begin(self) -> None:
+        """A unit is called. The outermost call of a forward settles what is left from before."""
+        if self._depth == 0:
+            self.settle()
+            mode = (self.units[0].module.training, torch.is_grad_enabled())
+            for flat in self.flats:
+                # Kept parameters are good until a version counter moves. Writes through `.data` move none, so a change
+                # of mode, where loops exchange weights (EMA), counts as a change too.
+                if flat.buffer is not None and (mode != self._mode or not flat.ready):
+                    flat.forget()
+            self._mode = mode
+            self._sequence = []
+        self._depth += 1
+
+    def end(self, failed: bool) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        if failed:
+            self._broken = True
+            return
+        self._last_sequence = self._sequence
+        self._positions = {unit: i for i, unit in enumerate(self._sequence)}
+        self.order.end(self, FORWARD if torch.is_grad_enabled() else EVALUATION)
+
+    def gather(self, unit: Unit) -> None:
+        """Makes a unit's full parameters complete, and starts the gather of the one that came next last time."""
+        self._gather(unit)
+        self._sequence.append(unit)
+        at, last = len(self._sequence), self._last_sequence
+        if self.options.forward_prefetch and at < len(last) and last[at - 1] is unit:
+            self._gather(last[at])
+        for flat in unit.sources:
+            flat.wait()
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """True where full parameters stay for backward: by strategy, or because backward begins with this unit."""
+        if not self.options.drop_after_forward or unit is self.units[0]:
+            return True
+        last = self._last_sequence
+        return len(last) > 1 and last[-1] is unit and len(self._sequence) == len(last)
+
+    def cast_output(self, out):
+        mp = self.options.mixed_precision
+        if mp is None or mp.output_dtype is None or self._depth:
+            return out
+        return precision.cast_floats(out, mp.output_dtype)
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        if not self._backward_open:
+            self._backward_open = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+
+    def open(self, unit: Unit) -> None:
+        """Backward has reached a unit."""
+        self.begin_backward()
+        if unit.opened:
+            return
+        for other in list(self._opened):
+            # A unit without live uses is done once backward moves on: frozen ones, and recomputed ones, whose uses
+            # come and go. Should backward come back to it, it is gathered, and reduced, again.
+            if not other.live and other not in unit.ancestors and unit not in other.ancestors:
+                self._close(other)
+        self._opened.append(unit)
+        unit.install_for_backward()
+        at = self._positions.get(unit, 0)
+        if self.options.backward_prefetch and at > 0:
+            before = self._sequence[at - 1]
+            if before.weights_needed and not before.opened:
+                self._gather(before)
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        self._gather(unit)
+        for flat in unit.sources:
+            flat.wait()
+
+    def weights_for_backward(self, flat: FlatParam) -> torch.Tensor:
+        """The gathered buffer that a recipe asks for."""
+        if flat.buffer is None or not flat._is_registered():
+            self.open(flat.unit)
+            if flat.buffer is None:
+                self._gather(flat.unit)
+        return flat.wait()
+
+    def report(self, unit: Unit, arrived: list[tuple[Entry, torch.Tensor]], record: Record) -> None:
+        """Gradients of full parameters have arrived at one use of a unit."""
+        self.begin_backward()
+        done = not unit.live and record.ref is not None
+        if done and unit in self._opened:
+            # Before the reduce buffer is allocated: full parameters and that buffer never exist together.
+            self._opened.remove(unit)
+            unit.close_after_backward()
+        for flat in unit.sources:
+            mine = [(entry.index, grad) for entry, grad in arrived if entry.flat is flat]
+            if mine:
+                flat.add_grads([i for i, _ in mine], [g for _, g in mine])
+        if done:
+            self._reduce_settled(unit)
+
+    def _close(self, unit: Unit) -> None:
+        self._opened.remove(unit)
+        unit.close_after_backward()
+        self._reduce_settled(unit)
+
+    def _reduce_settled(self, unit: Unit) -> None:
+        if self.sync:
+            for flat in unit.sources:
+                if flat.grad is not None and flat.settled:
+                    self.order.request(self, REDUCE, flat.index)
+
+    def _reduce(self, flat: FlatParam, grad: torch.Tensor) -> None:
+        while len(self._pending) > _IN_FLIGHT:
+            self._pending.pop(0).finish()
+        for reduction in self._pending:
+            reduction.advance()
+        self._pending.append(Reduction(flat, grad))
+
+    def capture(self, flat: FlatParam, indices: list[int], grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Reduces gradients now and returns the local pieces, without touching `param.grad`."""
+        held, flat.grad = flat.grad, None
+        touched = set(flat.touched)
+        flat.add_grads(indices, grads)
+        self._capturing, flat.grad, flat.touched = flat.take_grad(), held, touched
+        self.order.request(self, CAPTURE, flat.index)
+        reduction, self._captured = self._captured, None
+        assert reduction is not None
+        reduction.advance()
+        reduction._across.wait()
+        result = reduction.result.to(device=flat.shard.device, dtype=flat.shard.dtype)
+        return [flat.local_piece(result, i) for i in indices]
+
+    def _finish_backward(self) -> None:
+        """Runs once, when autograd is done."""
+        for unit in list(self._opened):
+            self._close(unit)
+        if self.sync:
+            for flat in self.flats:
+                if flat.grad is not None:
+                    self.order.request(self, REDUCE, flat.index)
+        for flat in self.flats:
+            flat.release()  # gathered ahead for a unit that backward did not reach
+        trained = [{i for i, p in enumerate(flat.params) if p.requires_grad} for flat in self.flats]
+        all_used = all(flat.touched >= wanted for flat, wanted in zip(self.flats, trained, strict=True))
+        everywhere = self.order.end(self, BACKWARD, all_used or not self.sync)
+        if self.sync:
+            for reduction in self._pending:
+                reduction.finish()
+            self._pending.clear()
+            used = trained if everywhere and all_used else self._used_anywhere()
+            for flat, indices in zip(self.flats, used, strict=True):
+                reduced, flat.reduced, flat.touched = flat.reduced, None, set()
+                if reduced is not None:
+                    flat.deposit(reduced, indices)
+        self._backward_open = False
+
+    def _used_anywhere(self) -> list[set[int]]:
+        """Which parameters got a gradient on some rank: the others keep `grad=None`, as in a single process."""
+        if self.mesh.channel is None:
+            return [set(flat.touched) for flat in self.flats]
+        mask = torch.zeros(sum(len(flat.params) for flat in self.flats), dtype=torch.uint8)
+        starts, at = [], 0
+        for flat in self.flats:
+            starts.append(at)
+            for i in flat.touched:
+                mask[at + i] = 1
+            at += len(flat.params)
+        self.mesh.channel.maximum(mask)
+        flags = mask.tolist()
+        return [
+            {i for i in range(len(flat.params)) if flags[at + i]} for flat, at in zip(self.flats, starts, strict=True)
+        ]
+
+    # -------------------------------------------------------------------------------------------------- recovery
+
+    def settle(self) -> None:
+        """Clears up after a forward or backward that an exception broke off, on every rank. Else does nothing."""
+        if in_backward() or self._depth or not (self._broken or self._backward_open):
+            return
+        for reduction in self._pending:
+            reduction.finish()
+        self._pending.clear()
+        self._opened.clear()
+        for unit in self.units:
+            unit.reset()
+        for flat in self.flats:
+            flat.holders = 0
+            flat.forget()
+            flat.grad = flat.reduced = None
+            flat.touched.clear()
+        self._broken = self._backward_open = False
+        self.order.broke_off(self)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards inside keep their gradients on this rank, unreduced; the next one outside reduces the sum."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def check_idle(self, what: str) -> None:
+        """Raises StateError during a forward or backward; clears up after one that broke off."""
+        if self.computing:
+            raise StateError(f"{what} was called during a forward or backward of the model. Call it between steps.")
+        self.settle()
+
+
+def _contains(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return any(m is other for m in module.modules())
+

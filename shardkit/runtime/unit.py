@@ -1,0 +1,297 @@
+"""One unit: a module whose own parameters are gathered together, used, and dropped again.
+
+A unit's work belongs to the call of its module (hooks included): `call` wraps it. While it computes, the places where
+its modules keep parameters hold full parameters; afterwards they hold the local ones again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from . import precision
+from .flat_param import FlatParam
+from .recipes import Record, Use, pop_saved_weights, push_saved_weights
+
+if TYPE_CHECKING:
+    from .step import Step
+
+_in_graph_task = torch._C._current_graph_task_id
+_will_execute = torch._C._will_engine_execute_node
+
+
+def in_backward() -> bool:
+    """True while the autograd engine runs on this thread."""
+    return _in_graph_task() != -1
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """One parameter that a unit computes with, its own or borrowed, and every place where its modules keep it."""
+
+    flat: FlatParam
+    index: int
+    places: list[tuple[nn.Module, str | None, Any]]
+    """(module, attribute, key): the parameter is at `module.<attribute>[key]` (its `_parameters`, or a list such as an
+    RNN's flat weights), or, without an attribute, in the module's `__dict__`."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.flat.params[self.index]
+
+
+class Unit:
+    """See the module docstring.
+
+    flats: the flat parameters it owns. entries: all parameters it computes with; `sources` are the flat parameters
+    these lie in, borrowed ones included. live: records of uses that still owe a gradient.
+    """
+
+    def __init__(self, name: str, module: nn.Module, flats: list[FlatParam], entries: list[Entry], mp, weights_needed: bool):
+        self.name, self.module = name, module
+        self.flats, self.entries = flats, entries
+        self.mp = mp  # MixedPrecision or None
+        self.weights_needed = weights_needed  # False: backward can do without them (embeddings)
+        self.step: Step
+        self.ancestors: set[Unit] = set()
+        self.live: set = set()
+        self.active = 0  # forward calls of this unit that are running
+        self.opened = False  # full parameters are installed for backward
+        self.entries_seen: set = set()  # by which methods the unit was entered outside of backward
+        self._fulls: list[torch.Tensor] | None = None
+        self._pushed = False
+        self.sources = list(dict.fromkeys(e.flat for e in self.entries))
+        self.slots = [
+            (m.__dict__ if attribute is None else m.__dict__[attribute], key, e.param)
+            for e in self.entries
+            for m, attribute, key in e.places
+        ]
+        self._per_source = [
+            (flat, [i for i, e in enumerate(self.entries) if e.flat is flat]) for flat in self.sources
+        ]
+        self.on_output_grad = self._on_output_grad  # one object, registered as a hook on every output
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or '(root)'}, {len(self.entries)} parameters)"
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def call(self, module: nn.Module, fn, args: tuple, kwargs: dict, entry: str):
+        """Runs `fn(*args, **kwargs)`, the call or forward of `module` (of this unit), with full parameters in place."""
+        step, way_in = self.step, (module, entry)
+        if in_backward():
+            if torch.is_grad_enabled():
+                return self._recompute(fn, args, kwargs, way_in)
+        else:
+            self.entries_seen.add(way_in)
+        step.begin()
+        failed = True
+        try:
+            if self.mp is not None and module is self.module:
+                args, kwargs = precision.cast_inputs(self.mp, args, kwargs)
+            self._enter()
+            try:
+                out = fn(*args, **kwargs)
+            finally:
+                self._exit()
+            if self.sources and torch.is_grad_enabled():
+                precision.for_each_tensor(out, self._watch)
+            failed = False
+        finally:
+            step.end(failed)
+        return step.cast_output(out)
+
+    def _watch(self, t: torch.Tensor) -> None:
+        if t.requires_grad:
+            t.register_hook(self.on_output_grad)
+
+    def _recompute(self, fn, args, kwargs, way_in):
+        """A forward inside backward: activation checkpointing. The unit stays open afterwards, since its backward
+        follows.
+
+        Around the unit (the checkpoint calls what was called in forward), our hooks were the innermost then and must
+        be now, or the checkpoint counts other tensors. Inside it, the checkpoint's hooks were the innermost.
+        """
+        self.step.open(self)
+        if way_in not in self.entries_seen:
+            return fn(*args, **kwargs)
+        if self.mp is not None and way_in[0] is self.module:
+            args, kwargs = precision.cast_inputs(self.mp, args, kwargs)
+        pushed = push_saved_weights(self.step)
+        self.active += 1
+        try:
+            out = fn(*args, **kwargs)
+        finally:  # a non-reentrant checkpoint leaves by an exception once it has what it needs
+            self.active -= 1
+            if pushed:
+                pop_saved_weights()
+        return out
+
+    def _enter(self) -> None:
+        self.active += 1
+        self._pushed = False
+        try:
+            for flat in self.sources:
+                flat.holders += 1
+            self.step.gather(self)
+            record, self._fulls = self._make_fulls()
+            for (container, key, _), full in zip(self.slots, self._spread(self._fulls), strict=True):
+                container[key] = full
+            if record is not None:
+                record.owes()
+                del record  # from here on it lives as long as the graph
+            if torch.is_grad_enabled():
+                self._pushed = push_saved_weights(self.step)
+        except BaseException:
+            self._restore()
+            self._let_go()
+            raise
+
+    def _spread(self, fulls: list[torch.Tensor]):
+        """Full parameters repeated for every place: one per slot."""
+        for entry, full in zip(self.entries, fulls, strict=True):
+            for _ in entry.places:
+                yield full
+
+    def _make_fulls(self) -> tuple[Record | None, list[torch.Tensor]]:
+        """Full parameters, one per entry; differentiable where the local parameter is and grad mode is on."""
+        if len(self._per_source) == 1:
+            flat, _ = self._per_source[0]
+            fulls = flat.views([e.index for e in self.entries])
+        else:
+            fulls = [None] * len(self.entries)  # type: ignore[list-item]
+            for flat, positions in self._per_source:
+                views = flat.views([self.entries[i].index for i in positions])
+                for i, view in zip(positions, views, strict=True):
+                    fulls[i] = view
+        if not torch.is_grad_enabled():
+            return None, fulls
+        trained = [i for i, e in enumerate(self.entries) if e.param.requires_grad]
+        if not trained:
+            return None, fulls
+        record = Record(self, trained)
+        with _outside_functorch():
+            used = Use.apply(
+                record, [fulls[i] for i in trained], self.step.anchor, *(_edge(self.entries[i].param) for i in trained)
+            )
+        for i, full in zip(trained, used, strict=True):
+            fulls[i] = full
+        return record, fulls
+
+    def _exit(self) -> None:
+        if self._pushed:
+            pop_saved_weights()
+            self._pushed = False
+        if not self.opened:
+            self._keep_changes()
+            self._restore()
+        self._fulls = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.active -= 1
+        keep = torch.is_grad_enabled() and self.step.keeps_after_forward(self)
+        for flat in self.sources:
+            flat.holders -= 1
+            if not keep and not self.opened:
+                flat.release()
+
+    def _keep_changes(self) -> None:
+        """Writes back what the forward changed in place: `max_norm` embeddings, spectral norm, pruning."""
+        fulls = self._fulls
+        if fulls is None or torch.is_inference_mode_enabled():
+            return
+        for entry, full in zip(self.entries, fulls, strict=True):
+            if full._version:
+                entry.flat.write_back(entry.index, full)
+
+    def _restore(self) -> None:
+        for container, key, param in self.slots:
+            container[key] = param
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def _on_output_grad(self, grad) -> None:
+        self.step.open(self)
+
+    def install_for_backward(self) -> None:
+        """Puts full parameters back in place, for recomputation inside the unit and for hooks that look at weights.
+
+        Under enable_grad: hooks run without grad mode, but a reentrant checkpoint needs differentiable weights.
+        """
+        self.opened = True
+        for flat in self.sources:
+            flat.holders += 1
+        if not self.weights_needed:
+            return
+        self.step.gather_for_backward(self)
+        with torch.enable_grad():
+            _, fulls = self._make_fulls()
+        for (container, key, _), full in zip(self.slots, self._spread(fulls), strict=True):
+            container[key] = full
+
+    def close_after_backward(self) -> None:
+        """Undoes `install_for_backward`, and drops the full parameters if the strategy says so."""
+        self.opened = False
+        if not self.active:
+            self._restore()
+        for flat in self.sources:
+            flat.holders -= 1
+            flat.release()
+
+    def report(self, record: Record, grads: tuple, nodes: list) -> list:
+        """Takes the full gradients that reached one use. Returns what autograd passes on to the local parameters:
+        nothing in an ordinary backward, their reduced gradients under `torch.autograd.grad`."""
+        arrived = [k for k, grad in enumerate(grads) if grad is not None]
+        out: list = [None] * len(grads)
+        if not _will_execute(self.step.anchor_node):  # only some inputs were asked for
+            captured, wanted = [], []
+            for k in arrived:
+                try:
+                    if nodes[k] is not None and _will_execute(nodes[k]):
+                        wanted.append(k)  # backward(inputs=...)
+                except RuntimeError:  # torch.autograd.grad: the engine takes the gradient instead of running the leaf
+                    captured.append(k)
+            if captured:
+                self._capture(record, captured, grads, out)
+                return out
+            arrived = wanted
+        record.reported()
+        self.step.report(self, [(self.entries[record.positions[k]], grads[k]) for k in arrived], record)
+        return out
+
+    def _capture(self, record: Record, captured: list[int], grads: tuple, out: list) -> None:
+        """Reduces at once, and hands the local gradients to autograd: `torch.autograd.grad(loss, parameters)`."""
+        self.step.begin_backward()
+        for flat in self.sources:
+            mine = [k for k in captured if self.entries[record.positions[k]].flat is flat]
+            if mine:
+                indices = [self.entries[record.positions[k]].index for k in mine]
+                for k, piece in zip(mine, self.step.capture(flat, indices, [grads[k] for k in mine]), strict=True):
+                    out[k] = piece
+
+    def reset(self) -> None:
+        """Puts local parameters back and forgets what was under way, after an exception."""
+        if self.active or self.opened:
+            self._restore()
+        self.active, self.opened, self._fulls = 0, False, None
+        self.live.clear()
+
+
+def _edge(param: nn.Parameter) -> nn.Parameter | None:
+    """The parameter as an input of `Use`, unless hooks on it forbid: autograd would call them with None. Such hooks
+    run when the gradient is deposited."""
+    return None if param._backward_hooks or param._post_accumulate_grad_hooks else param
+
+
+def _outside_functorch():
+    """Full parameters belong to no torch.func transform, even when the forward runs inside one."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    return temporarily_pop_interpreter_stack()

@@ -42,11 +42,13 @@ class CpuMeter:
             nodes.extend(node.children)
             if node.tag == torch._C._profiler._EventType.Allocation:
                 # The allocator's own total, which also knows of blocks that another thread freed.
-                events.append((node.start_time_ns, node.extra_fields.total_allocated))
+                events.append((node.start_time_ns, node.extra_fields.total_allocated, node.extra_fields.alloc_size))
             elif node.name.startswith("phase:"):
                 span = (node.start_time_ns, node.end_time_ns)
                 spans[node.name[6:]] = max(span, spans.get(node.name[6:], span))
         events.sort()
+        base = events[0][1] - events[0][2]  # left over: what is freed while nobody profiles is never subtracted
+        events = [(t, total - base) for t, total, _ in events]
         out = {}
         for name, (start, end) in spans.items():
             at_start = next((total for t, total in reversed(events) if t < start), 0)

@@ -4,13 +4,13 @@ The text is the standard library's own sources, which every machine with Python 
 ordinary PyTorch loop: `shardkit.auto_wrap` is the only line that knows how many ranks there are. It also shows a
 validation split, gradient clipping, checkpoint and resume, a time budget, a loss curve and sampling.
 
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                     # about 1.5 minutes on 2 CPU cores
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare --steps 50   # beside unsharded training
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --resume --steps 400   # go on from the last checkpoint
-    python examples/train_gpt.py --strategy grad_op                                    # one rank works as well
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                        # 1.5 minutes on 2 CPU cores
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare --steps 60   # beside unsharded training
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --resume --steps 600   # go on from the checkpoint
+    python examples/train_gpt.py --strategy grad_op                                       # one rank works as well
 
 On GPUs (NCCL) it computes in bfloat16 with float32 master weights; on CPUs (gloo) in float32. The checkpoint, the loss
-curve and the sample go to `--out`. A batch is cut among the ranks, so the numbers do not depend on how many there are.
+curve and the sample go to `--out`. A batch is cut among the ranks, so the losses do not depend on how many there are.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 import zlib
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -33,6 +34,7 @@ from tqdm import tqdm
 import shardkit
 
 VOCAB = 256  # bytes
+STRATEGIES = ("full", "grad_op", "zero1", "zero2", "none", "hybrid")
 
 
 class Block(nn.Module):
@@ -113,22 +115,24 @@ def unigram_entropy(text: torch.Tensor) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    strategies = ("full", "grad_op", "zero1", "zero2", "none", "hybrid")
-    parser.add_argument("--strategy", choices=strategies, default="full", help="what is sharded (%(default)s)")
-    parser.add_argument("--compare", action="store_true", help="rank 0 also trains the same model unsharded, in float32")
-    parser.add_argument("--steps", type=int, default=220, help="optimizer steps (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=90, help="stop training after this time (%(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step, over all ranks (%(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes a sequence (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="transformer blocks (%(default)s)")
-    parser.add_argument("--dim", type=int, default=256, help="width, a multiple of 64 (%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak of a cosine with warmup (%(default)s)")
-    parser.add_argument("--log-every", type=int, default=10, metavar="N", help="report every N steps (%(default)s)")
-    parser.add_argument("--eval-every", type=int, default=40, metavar="N", help="validate every N steps (%(default)s)")
-    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="checkpoint every N steps (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of results (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    option = parser.add_argument
+    option("--strategy", default="full", choices=STRATEGIES, help="what is sharded")
+    option("--compare", action="store_true", help="rank 0 trains the same model unsharded as well; in float32")
+    option("--steps", type=int, default=300, help="optimizer steps")
+    option("--seconds", type=float, default=75, help="time budget of training, looked at when a report is due")
+    option("--batch", type=int, default=8, help="sequences a step, over all ranks; rounded up to a multiple of them")
+    option("--seq", type=int, default=128, help="bytes in a sequence")
+    option("--layers", type=int, default=4, help="transformer blocks")
+    option("--dim", type=int, default=256, help="width, a multiple of 64")
+    option("--lr", type=float, default=1e-3, help="highest learning rate of a cosine with warmup")
+    option("--log-every", type=int, default=10, help="steps between reports")
+    option("--eval-every", type=int, default=50, help="steps between validations")
+    option("--save-every", type=int, default=100, help="steps between checkpoints; there is one at the end anyway")
+    option("--resume", action="store_true", help="go on from the checkpoint in --out")
+    option("--out", type=Path, default=Path("runs/gpt"), help="folder of results")
     args = parser.parse_args()
     if args.compare and args.resume:
         parser.error("--compare starts both models from the same fresh weights; leave out --resume")
@@ -177,7 +181,7 @@ def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: torch.Tensor, batches: int, args: argparse.Namespace, device: torch.device) -> float:
+def evaluate(model: nn.Module, text: torch.Tensor, batches: int, args: argparse.Namespace, device) -> float:
     """Mean loss over windows spread evenly over the text, the same ones every time. All ranks call it."""
     starts = torch.linspace(0, len(text) - args.seq - 1, batches * args.batch).long()
     losses = [model(*windows(text, mine(part), args.seq, device)) for part in starts.split(args.batch)]
@@ -226,20 +230,14 @@ def report_memory(model: nn.Module, optim: torch.optim.Optimizer, device: torch.
 
 
 def plot(path: Path, history: dict, entropy: float, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
-
     train, width = history["train"], 10
-    smooth = [sum(part) / len(part) for part in (train[max(0, i - width + 1) : i + 1] for i in range(len(train)))]
+    means = [sum(train[i : i + width]) / width for i in range(len(train) - width + 1)]
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=150)
     axes.plot(range(1, len(train) + 1), train, color="#9ecae1", linewidth=0.8, label="training, each step")
-    axes.plot(range(1, len(train) + 1), smooth, color="#2171b5", linewidth=1.8, label=f"training, mean of {width} steps")
-    axes.plot(*zip(*history["validation"]), color="#d94801", marker="o", markersize=4, linewidth=1.4, label="validation")
-    axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1.2, label=f"unigram entropy ({entropy:.2f})")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
-    axes.set_xlim(left=0)
+    axes.plot(range(width, len(train) + 1), means, color="#2171b5", linewidth=1.8, label=f"training, last {width} steps")
+    axes.plot(*zip(*history["validation"]), color="#d94801", marker="o", markersize=4, label="validation")
+    axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1.2, label=f"unigram entropy, {entropy:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title, xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -288,7 +286,8 @@ def main() -> None:
     losses: list[torch.Tensor] = []
     expected: list[float] = []
     while not stop:
-        starts, rate = torch.randint(len(train) - args.seq, (args.batch,), generator=generator), learning_rate(step, args)
+        starts = torch.randint(len(train) - args.seq, (args.batch,), generator=generator)
+        rate = learning_rate(step, args)
         losses.append(train_step(model, optim, rate, *windows(train, mine(starts), args.seq, device)))
         if reference is not None:  # the whole batch, on this rank alone
             batch = windows(train, starts, args.seq, device)
@@ -303,7 +302,7 @@ def main() -> None:
         bar.set_postfix(loss=f"{recent[-1]:.3f}", tokens_per_s=f"{len(losses) * args.batch * args.seq / seconds:,.0f}")
         if expected:
             worst = max(worst, *(abs(a - b) for a, b in zip(recent, expected)))
-            say(f"step {step}: sharded {recent[-1]:.7f}, unsharded {expected[-1]:.7f}, largest difference so far {worst:.1e}")
+            say(f"step {step}: loss {recent[-1]:.7f} sharded, {expected[-1]:.7f} unsharded; largest difference {worst:.1e}")
         history["train"] += recent
         losses, expected = [], []
         late = torch.tensor(float(time.perf_counter() - begin > args.seconds), device=device)
@@ -324,7 +323,8 @@ def main() -> None:
     text = sample(model, b"def ", 256, device)
     say(f"sample:\n{text}\n")
     if rank == 0:
-        plot(args.out / "loss.png", history, entropy, f"GPT, {size / 1e6:.1f} M parameters, {world} ranks, {args.strategy}")
+        title = f"GPT of {size / 1e6:.1f} M parameters, {world} rank{'s'[: world - 1]}, strategy {args.strategy}"
+        plot(args.out / "loss.png", history, entropy, title)
         (args.out / "sample.txt").write_text(text, encoding="utf-8")
     say(f"wrote {checkpoint}, loss.png and sample.txt; {step} steps in {time.perf_counter() - begin:.0f} s")
     if args.compare:

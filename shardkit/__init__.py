@@ -13,6 +13,7 @@ from .api import FullyShardedDataParallel, auto_wrap
 from .checkpoint.full import full_state_dict, load_full_state_dict
 from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
 from .config import CPUOffload, MixedPrecision
+from .describe import Description, describe
 from .errors import ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
 from .local_shard import LocalShard
 from .wrap import size_policy
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CPUOffload",
     "ConfigError",
+    "Description",
     "FullyShardedDataParallel",
     "LocalShard",
     "MixedPrecision",
@@ -30,6 +32,7 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "auto_wrap",
+    "describe",
     "full_optim_state_dict",
     "full_state_dict",
     "load_full_optim_state_dict",

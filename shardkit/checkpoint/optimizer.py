@@ -72,6 +72,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, s
     saved_group = {name: i for i, g in enumerate(state["param_groups"]) for name in g["params"]}
     groups: list[dict[str, Any]] = []
     local: dict[int, Any] = {}
+    counters = _counters(state["state"], {name: p for p, name in names.items()})
     at = 0
     for number, options in enumerate(optim.param_groups):
         members = [names[p] for p in options["params"]]
@@ -86,7 +87,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, s
         groups[-1]["params"] = list(range(at, at + len(members)))
         for p, name in zip(options["params"], members, strict=True):
             if name in state["state"]:
-                local[at] = {k: _piece(v, p) for k, v in state["state"][name].items()}
+                local[at] = {k: _copied(v, None) if k in counters else _piece(v, p) for k, v in state["state"][name].items()}
             at += 1
     optim.load_state_dict({"state": local, "param_groups": groups})
 
@@ -150,15 +151,22 @@ def _sharded_keys(optim, flat: FlatParam, members: list[int]) -> dict[str, list[
     return out
 
 
+def _counters(states: dict[str, dict], params: dict[str, nn.Parameter]) -> set[str]:
+    """Keys whose 0-dim tensors are counters, also for 0-dim parameters, whose moments look the same."""
+    keys = {"step"}
+    for name, state in states.items():
+        home = home_of(params[name]) if name in params else None
+        if home is not None and home[0].infos[home[1]].shape:
+            keys |= {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+    return keys
+
+
 def _piece(value: Any, param: nn.Parameter) -> Any:
+    """This rank's part of a parameter-shaped value; a copy of anything else."""
     home = home_of(param)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if home is None or (value.dim() == 0 and len(home[0].infos[home[1]].shape) > 0):
-        return value.clone()
+    if home is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != home[0].infos[home[1]].shape:
+        return _copied(value, None)
     info = home[0].infos[home[1]]
-    if tuple(value.shape) != info.shape:
-        return value.clone()
     start, stop = info.piece
     return value.reshape(-1)[start:stop].view(info.local_shape).clone()
 

@@ -66,10 +66,13 @@ def build(
             flat.unit = units[-1]
     for draft, unit in zip(drafts, units, strict=True):
         for module in draft.modules:
-            _move_buffers(module, device, options)
+            _move_buffers(module, device)
+            if options.mixed_precision is not None:
+                cast = precision.cast_buffers(options.mixed_precision, module)
+                unit.buffer_dtypes.update({(module, name): dtype for name, dtype in cast.items()})
             if module is draft.module:
                 manage(module, unit, mixin, ("forward", *(options.forward_methods if module is root else ())))
-            elif any(home_of(p) for p in module._parameters.values() if p is not None):
+            elif _is_concerned(module, unit):
                 manage(module, unit)
     return Step(units + existing, mesh, options)
 
@@ -297,9 +300,13 @@ def _replace(drafts: list[_Draft], old: nn.Parameter, new: nn.Parameter) -> None
                 container[key] = new
 
 
-def _move_buffers(module: nn.Module, device: torch.device, options: Options) -> None:
-    if options.mixed_precision is not None:
-        precision.cast_buffers(options.mixed_precision, module)
+def _is_concerned(module: nn.Module, unit: Unit) -> bool:
+    """True for a module that keeps something of which a state dict must know more than the value in place."""
+    sharded = any(home_of(p) for p in module._parameters.values() if p is not None)
+    return sharded or any(m is module for m, _ in unit.buffer_dtypes)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.device.type != device.type:
             module._buffers[key] = buffer.to(device)

@@ -294,7 +294,7 @@ class FlatParam:
             torch._foreach_add_(views, [g.to(self.reduce_dtype) for g in grads])
 
     def _new_grad(self, indices) -> torch.Tensor:
-        used = sum(self.params_numel(i) for i in indices)
+        used = sum(self.numel_of(i) for i in indices)
         make = torch.empty if used == self.layout.numel else torch.zeros
         if used == self.layout.used and make is torch.zeros:  # only the padding is not written
             grad = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
@@ -302,7 +302,7 @@ class FlatParam:
             return grad
         return make(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
 
-    def params_numel(self, index: int) -> int:
+    def numel_of(self, index: int) -> int:
         n = 1
         for size in self.layout.shapes[index]:
             n *= size

@@ -54,6 +54,9 @@ class Managed(nn.Module):
                 flat, index = home
                 flat.absorb()
                 destination[prefix + name] = LocalShard.wrap(param, flat.infos[index])
+        for (module, name), dtype in self.__dict__[_UNIT].buffer_dtypes.items():
+            if module is self and prefix + name in destination:
+                destination[prefix + name] = destination[prefix + name].to(dtype)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         self.__dict__[_UNIT].step.check_idle("load_state_dict()")

@@ -81,10 +81,14 @@ def keeps_own_dtype(mp: MixedPrecision, module: nn.Module, name: str) -> bool:
     return any(part in name if isinstance(part, str) else isinstance(module, part) for part in mp.keep_fp32)
 
 
-def cast_buffers(mp: MixedPrecision, module: nn.Module) -> None:
-    """Casts a module's own floating-point buffers, except batch normalisation's statistics."""
+def cast_buffers(mp: MixedPrecision, module: nn.Module) -> dict[str, torch.dtype]:
+    """Casts a module's own floating-point buffers, except batch normalisation's statistics. Returns the dtypes they
+    had: a state dict is written in these."""
+    before: dict[str, torch.dtype] = {}
     if mp.buffer_dtype is None or isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return
+        return before
     for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_floating_point():
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype != mp.buffer_dtype:
+            before[name] = buffer.dtype
             module._buffers[name] = buffer.to(mp.buffer_dtype)
+    return before

@@ -62,6 +62,7 @@ class Unit:
         self.active = 0  # forward calls of this unit that are running
         self.opened = False  # full parameters are installed for backward
         self.entries_seen: set = set()  # by which methods the unit was entered outside of backward
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # of buffers that were cast, before the cast
         self._fulls: list[torch.Tensor] | None = None
         self._pushed = False
         self.sources = list(dict.fromkeys(e.flat for e in self.entries))

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the model, one way to wrap it per implementation, ranks, and results as a table or JSON.
+"""What the benchmarks share: the model, one way to wrap it per implementation, bytes sent, and ranks.
 
 Every script runs as `python bench/NAME.py`, which starts its own ranks, and under `torchrun` as it is. Ranks use
 NCCL and one GPU each where there are GPUs, gloo on the CPU elsewhere.
@@ -7,12 +7,9 @@ NCCL and one GPU each where there are GPUs, gloo on the CPU elsewhere.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # measures this checkout, installed or not
 
 IMPLS = ("ddp", "fsdp1", "fsdp2", "shardkit")
+CPU_SIZES = (2, 4)
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -68,8 +66,8 @@ class Transformer(nn.Module):
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     for name, default in dict(dim=512, layers=6, vocab=8192, heads=8, seq=128, batch=2).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--units", choices=("blocks", "fine"), default="blocks",
-                        help="blocks: every block, and the root with the rest; fine: embedding and head as well")  # fmt: skip
+    units = "blocks: every block, and the root with the rest; fine: the embedding and the head as well"
+    parser.add_argument("--units", choices=("blocks", "fine"), default="blocks", help=units)
 
 
 def build(args, device) -> Transformer:
@@ -92,6 +90,10 @@ def unit_modules(model: Transformer, units: str) -> list[nn.Module]:
 
 
 # ---------------------------------------------------------------------------------- one function per implementation
+
+
+def _local(model, units, device, reshard):
+    return model  # no communication: what is left is computing, with the optimizer's whole work on every rank
 
 
 def _ddp(model, units, device, reshard):
@@ -127,7 +129,7 @@ def _shardkit(model, units, device, reshard):
     return shardkit.auto_wrap(model, policy=lambda m: m in chosen, **options)
 
 
-WRAPPERS = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit}
+WRAPPERS = {"local": _local, "ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit}
 
 
 def wrap(impl: str, model, units: list[nn.Module], device, reshard: bool | None = None):
@@ -215,7 +217,7 @@ def launch(worker, args, sizes: list[int] | None) -> list[dict]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; before the server starts, it passes it on
     multiprocessing.set_forkserver_preload(["torch"])  # ranks start in a second instead of half a minute
     results = []
-    for world in sizes or ([torch.cuda.device_count()] if torch.cuda.is_available() else [2, 4]):
+    for world in sizes or ([torch.cuda.device_count()] if torch.cuda.is_available() else CPU_SIZES):
         with tempfile.TemporaryDirectory() as folder:
             mp.start_processes(_child, (worker, args, world, folder), nprocs=world, start_method="forkserver")
             results.append(json.loads(Path(folder, "result.json").read_text()))
@@ -242,69 +244,3 @@ def _rank_main(worker, args, rank, world, init_method):
         return result if rank == 0 else None
     finally:
         dist.destroy_process_group()
-
-
-# --------------------------------------------------------------------------------------------------------- results
-
-
-def machine() -> dict:
-    """Where and when: enough to tell two result files apart."""
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return dict(
-        cpu=model, cores=os.cpu_count(), load=[round(x, 2) for x in os.getloadavg()], gpus=gpus,
-        torch=torch.__version__, python=platform.python_version(), commit=_commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    )  # fmt: skip
-
-
-def _commit() -> str | None:
-    def git(*command):
-        return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout
-
-    try:
-        return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else "")
-    except (OSError, subprocess.CalledProcessError):  # no git here, or a release without a repository
-        return None
-
-
-def table(header: list[str], rows: list[list]) -> str:
-    """A Markdown table; the first column is left-aligned. Floats print with their own format: give strings."""
-    cells = [header, *[[str(c) for c in row] for row in rows]]
-    width = [max(len(row[i]) for row in cells) for i in range(len(header))]
-
-    def line(row):
-        return "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, width))) + " |"
-
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(width)) + "|"
-    return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
-
-
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--impl", nargs="+", default=list(IMPLS), choices=list(WRAPPERS))
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--save", action="store_true", help="write the JSON to bench/results/ as well")
-
-
-def report(name: str, args, results: list[dict], show) -> None:
-    """Prints each result with `show(result) -> str`, or all of them as JSON; saves them when asked to."""
-    where = machine()
-    record = dict(benchmark=name, machine=where, arguments=vars(args), results=results)
-    if args.json:
-        print(json.dumps(record, indent=1))
-    else:
-        print(f"{name}: {where['date']}, commit {where['commit']}, torch {where['torch']}, python {where['python']}, "
-              f"{where['cores']} x {where['cpu']}, load {where['load'][0]}, GPUs: {where['gpus'] or 'none'}")  # fmt: skip
-        for result in results:
-            print("\n" + show(result))
-            for impl, why in result.get("skipped", {}).items():
-                print(f"{impl} was skipped ({why})")
-    if args.save:
-        day = where["date"].replace(" UTC", "").replace(" ", "-").replace(":", "")
-        path = ROOT / "bench" / "results" / f"{name}-{day}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)

@@ -16,6 +16,7 @@ import sys
 import time
 
 import common
+import report
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -174,7 +175,7 @@ def show(result: dict) -> str:
             f"{r['operators_forward']:.1f} + {r['operators_backward']:.1f}",
         ])  # fmt: skip
     header = ["", "parameters", "us", "median", "/ fsdp2", "bytecodes fwd + bwd", "/ fsdp2", "operators fwd + bwd"]
-    return "Per unit, beyond the unwrapped model:\n\n" + common.table(header, lines)
+    return "Per unit, beyond the unwrapped model:\n\n" + report.table(header, lines)
 
 
 def main() -> None:
@@ -183,9 +184,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24, help="units")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--steps", type=int, default=2, help="steps in one repeat")
-    common.add_output_options(parser)
+    report.add_options(parser)
     args = parser.parse_args()
-    common.report("overhead", args, [run(args)], show)
+    report.write("overhead", args, [run(args)], show)
 
 
 if __name__ == "__main__":

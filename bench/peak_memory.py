@@ -3,18 +3,20 @@
     python bench/peak_memory.py                      # 2 and 4 CPU ranks, or all GPUs
     torchrun --nproc-per-node 8 bench/peak_memory.py
 
-On the CPU the figures come from the profiler's record of every allocation, from before the model is built: exact bytes,
-except for copies that gloo's own threads make. On a GPU they come from the caching allocator.
+On the CPU the figures come from the profiler's record of every allocation: exact bytes, without what gloo's own threads
+allocate. On a GPU they come from the caching allocator.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import gc
 import time
 
 import common
+import report
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -23,58 +25,91 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class CpuMeter:
-    """Live bytes on the CPU, from the profiler. Blocks that were allocated before `start` are not counted."""
+    """Live bytes on the CPU, from one profile over everything.
 
-    def start(self) -> None:
+    The profile misses what other threads free, and gloo's may hold the last reference to a finished collective's
+    tensor. Such a block counts until its address is given out again. So figures are never too small, and the smallest
+    over the steps is the one to trust.
+    """
+
+    def __enter__(self):
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        self._profile.start()
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._profile.__exit__(*error)
 
     def phase(self, name: str):
         return record_function(f"phase:{name}")
 
-    def stop(self) -> dict[str, dict[str, int]]:
-        """Per phase, of its last occurrence: bytes at its start, at its peak and at its end."""
-        self._profile.stop()
-        spans, events = {}, []
+    def spans(self) -> dict[str, dict[str, int]]:
+        """Per phase, where its peak was lowest (the first time aside): bytes at its start and at its peak."""
+        phases, events = [], []
         nodes = list(self._profile.profiler.kineto_results.experimental_event_tree())
         while nodes:
             node = nodes.pop()
             nodes.extend(node.children)
             if node.tag == torch._C._profiler._EventType.Allocation:
-                # The allocator's own total, which also knows of blocks that another thread freed.
-                events.append((node.start_time_ns, node.extra_fields.total_allocated, node.extra_fields.alloc_size))
+                events.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
             elif node.name.startswith("phase:"):
-                span = (node.start_time_ns, node.end_time_ns)
-                spans[node.name[6:]] = max(span, spans.get(node.name[6:], span))
-        events.sort()
-        base = events[0][1] - events[0][2]  # left over: what is freed while nobody profiles is never subtracted
-        events = [(t, total - base) for t, total, _ in events]
-        out = {}
-        for name, (start, end) in spans.items():
-            at_start = next((total for t, total in reversed(events) if t < start), 0)
-            inside = [total for t, total in events if start <= t <= end]
-            out[name] = dict(start=at_start, peak=max([at_start, *inside]), end=inside[-1] if inside else at_start)
-        return out
+                phases.append((node.start_time_ns, node.end_time_ns, node.name[6:]))
+        times, totals = _live_bytes(sorted(events))
+        found: dict[str, list[dict[str, int]]] = {}
+        for start, end, name in sorted(phases):
+            first, last = bisect.bisect_left(times, start), bisect.bisect_right(times, end)
+            span = dict(start=totals[first], peak=max(totals[first : last + 1]))  # totals[i]: before event i
+            found.setdefault(name, []).append(span)
+        return {name: min(spans[1:] or spans, key=lambda s: s["peak"]) for name, spans in found.items()}
+
+
+def _live_bytes(events: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+    """Times of the events (time, address, size; below zero it frees), and the live bytes before each and at last."""
+    live: dict[int, int] = {}
+    addresses: list[int] = []
+    times, totals = [], [0]
+    for time_ns, address, size in events:
+        total = totals[-1]
+        if size < 0:
+            if address in live:
+                total -= live.pop(address)
+                addresses.remove(address)
+        else:
+            at = bisect.bisect_left(addresses, address)
+            if at and addresses[at - 1] + live[addresses[at - 1]] > address:
+                at -= 1
+            while at < len(addresses) and addresses[at] < address + size:  # freed unseen
+                total -= live.pop(addresses.pop(at))
+            addresses.insert(at, address)
+            live[address] = size
+            total += size
+        times.append(time_ns)
+        totals.append(total)
+    return times, totals
 
 
 class CudaMeter:
-    def start(self) -> None:
-        gc.collect()
-        self._base = torch.cuda.memory_allocated()
-        self._phases: dict[str, dict[str, int]] = {}
+    """The same from the caching allocator."""
+
+    def __enter__(self):
+        self._spans: dict[str, dict[str, int]] = {}
+        return self
+
+    def __exit__(self, *error):
+        pass
 
     @contextlib.contextmanager
     def phase(self, name: str):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated() - self._base
+        start = torch.cuda.memory_allocated()
         yield
         torch.cuda.synchronize()
-        peak, end = torch.cuda.max_memory_allocated() - self._base, torch.cuda.memory_allocated() - self._base
-        self._phases[name] = dict(start=start, peak=peak, end=end)
+        self._spans[name] = dict(start=start, peak=torch.cuda.max_memory_allocated())
 
-    def stop(self) -> dict[str, dict[str, int]]:
-        return self._phases
+    def spans(self) -> dict[str, dict[str, int]]:
+        """Per phase, the last time: bytes at its start and at its peak."""
+        return self._spans
 
 
 @contextlib.contextmanager
@@ -96,43 +131,46 @@ def settled_collectives(milliseconds: float):
         work.wait = wait
 
 
-def measure(impl: str, args, device) -> dict:
+def train(impl: str, args, device, meter) -> float:
     gc.collect()
-    meter = CudaMeter() if device.type == "cuda" else CpuMeter()
-    meter.start()
+    with meter.phase(f"{impl}/before"):
+        pass
     model = common.build(args, device)
     model = common.wrap(impl, model, common.unit_modules(model, args.units), device, reshard=True)
     optim = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=not args.fused, fused=args.fused)
     tokens = [common.batch(args, device, step) for step in range(args.steps)]
-    for step in range(args.steps):  # the last one counts
-        with meter.phase("forward"):
+    for step in range(args.steps):
+        with meter.phase(f"{impl}/forward"):
             loss = common.loss_of(model, tokens[step])
-        with meter.phase("backward"):
+        with meter.phase(f"{impl}/backward"):
             loss.backward()
-        with meter.phase("optimizer"):
+        with meter.phase(f"{impl}/optimizer"):
             optim.step()
         optim.zero_grad()
         value = loss.item()
         del loss
-    return dict(impl=impl, loss=value, phases=meter.stop())
+    return value
 
 
-def activations(args, device) -> int:
-    """Bytes that the unwrapped model keeps for backward."""
-    meter = CudaMeter() if device.type == "cuda" else CpuMeter()
+def unwrapped(args, device, meter) -> None:
+    """Marks the moments when the last block of the unwrapped model gets a gradient."""
     model, tokens = common.build(args, device), common.batch(args, device, 0)
-    meter.start()
-    with meter.phase("forward"):
-        loss = common.loss_of(model, tokens)
-    span = meter.stop()["forward"]
-    del loss
-    return span["end"] - span["start"]
+    with meter.phase("unwrapped/before"):
+        pass
+
+    def arrived(p):
+        with meter.phase(f"unwrapped/gradient {id(p)}"):
+            pass
+
+    for p in model.blocks[-1].parameters():
+        p.register_post_accumulate_grad_hook(arrived)
+    common.loss_of(model, tokens).backward()
 
 
-def ideal(args, device) -> dict[str, int]:
-    """The least that full sharding needs at the start of the last block's backward: 12 bytes per parameter (itself and
-    two optimizer states, in float32) over the ranks, what backward saved, the root's parameters and the head's
-    gradient, and one block's parameters and gradients."""
+def ideal(args, spans) -> dict[str, int]:
+    """The least that full sharding needs while the last block gets its gradients: 12 bytes per parameter (itself and
+    two optimizer states, in float32) over the ranks, the activations that are alive then in the unwrapped model, the
+    root's parameters and the head's gradient, and one block's parameters and gradients."""
     model = common.build(args, torch.device("meta"))
 
     def size(module):
@@ -140,49 +178,56 @@ def ideal(args, device) -> dict[str, int]:
 
     total, block, head = size(model), size(model.blocks[0]), size(model.head)
     root = total - sum(map(size, model.blocks))
-    if args.units == "fine":  # the embedding is a unit and not needed, the head is one and done with
-        root, head = root - size(model.embed) - head, head
-    return dict(sharded=3 * total // dist.get_world_size(), activations=activations(args, device), root=root + head,
-                block=2 * block)  # fmt: skip
+    live = max(span["start"] for name, span in spans.items() if name.startswith("unwrapped/gradient"))
+    activations = live - spans["unwrapped/before"]["start"] - block - head
+    if args.units == "fine":  # the embedding, which backward does not need, and the head, done with, are units
+        root -= size(model.embed) + head
+    return dict(sharded=3 * total // dist.get_world_size(), activations=activations, root=root + head, block=2 * block)
 
 
 def worker(args, device) -> dict:
     impls, skipped = common.available(args.impl)
-    with settled_collectives(args.settle if device.type == "cpu" else 0):
-        rows = [measure(impl, args, device) for impl in impls]
-    for row in rows:
+    with CudaMeter() if device.type == "cuda" else CpuMeter() as meter:
+        with settled_collectives(args.settle if device.type == "cpu" else 0):
+            losses = {impl: train(impl, args, device, meter) for impl in impls}
+        gc.collect()
+        unwrapped(args, device, meter)
+    spans, rows = meter.spans(), []
+    for impl in impls:
+        before = spans[f"{impl}/before"]["start"]
+        peaks = {phase: spans[f"{impl}/{phase}"]["peak"] - before for phase in PHASES}
         everyone = [None] * dist.get_world_size()
-        peak = max(row["phases"][p]["peak"] for p in PHASES)
-        dist.all_gather_object(everyone, peak)
-        row.update(peak=max(everyone), peak_by_rank=everyone)
-    return dict(world=dist.get_world_size(), rows=rows, ideal=ideal(args, device), skipped=skipped)
+        dist.all_gather_object(everyone, max(peaks.values()))
+        rows.append(dict(impl=impl, loss=losses[impl], phases=peaks, peak=max(everyone), peak_by_rank=everyone))
+    return dict(world=dist.get_world_size(), rows=rows, ideal=ideal(args, spans), skipped=skipped)
 
 
 def show(result: dict) -> str:
     best = sum(result["ideal"].values())
     lines = [
-        [row["impl"], *(f"{row['phases'][p]['peak'] / 1e6:.1f}" for p in PHASES), f"{row['peak'] / 1e6:.1f}",
+        [row["impl"], *(f"{row['phases'][p] / 1e6:.1f}" for p in PHASES), f"{row['peak'] / 1e6:.1f}",
          f"{row['peak'] / best:.3f}"]
         for row in result["rows"]
     ]  # fmt: skip
     lines.append(["ideal", "", "", "", f"{best / 1e6:.1f}", "1.000"])
     parts = " + ".join(f"{k} {v / 1e6:.1f}" for k, v in result["ideal"].items())
-    table = common.table(["", *PHASES, "peak, any rank", "/ ideal"], lines)
-    return f"{result['world']} ranks, peak MB (1e6 bytes) of live tensors per rank, by phase:\n\n{table}\n\nideal = {parts}"
+    table = report.table(["", *PHASES, "peak, any rank", "/ ideal"], lines)
+    head = f"{result['world']} ranks, peak MB (1e6 bytes) of live tensors per rank, by phase"
+    return f"{head}:\n\n{table}\n\nideal = {parts}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nproc", type=int, nargs="+", help="world sizes to run, one after another (not under torchrun)")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--nproc", type=int, nargs="+", help="world sizes, one after another")
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--fused", action="store_true", help="fused AdamW instead of foreach, which needs 4P/N more")
     parser.add_argument("--settle", type=float, default=2.0, help="ms of sleep after each wait on the CPU")
     common.add_model_options(parser)
-    common.add_output_options(parser)
+    report.add_options(parser)
     args = parser.parse_args()
     results = common.launch(worker, args, args.nproc)
     if results:
-        common.report("peak_memory", args, results, show)
+        report.write("peak_memory", args, results, show)
 
 
 if __name__ == "__main__":

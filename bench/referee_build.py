@@ -1,6 +1,6 @@
 """Plugs shardkit into the referee that measures peak bytes and bytes sent for any implementation:
 
-    torchrun --nproc-per-node 2 harness.py --impl PATH/bench/referee_build.py:build --comm [--bf16 --ac --reshard 0]
+torchrun --nproc-per-node 2 harness.py --impl PATH/bench/referee_build.py:build --comm [--bf16 --ac --reshard 0]
 """
 
 import sys

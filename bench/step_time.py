@@ -16,6 +16,7 @@ import statistics
 import time
 
 import common
+import report
 import torch
 import torch.distributed as dist
 
@@ -90,7 +91,8 @@ def worker(args, device) -> dict:
 
 def show(result: dict) -> str:
     rows = {row["impl"]: row for row in result["rows"]}
-    base = result["rows"][0]["loss"]
+    first = next((row for row in result["rows"] if row["impl"] != "local"), result["rows"][0])
+    base = first["loss"]
 
     def ratio(row, of, key):
         return f"{row[key] / rows[of][key]:.2f}" if of in rows else "-"
@@ -103,27 +105,28 @@ def show(result: dict) -> str:
         ]
         for row in result["rows"]
     ]  # fmt: skip
-    text = common.table(
+    text = report.table(
         ["", "wall ms", "median", "/ ddp", "CPU ms", "median", "/ fsdp2", "MB sent", "calls", "loss"], lines
     )
     for row in result["rows"]:
-        if not abs(row["loss"] - base) <= 1e-5 * abs(base):
-            text += f"\nWARNING: the loss of {row['impl']} differs from {result['rows'][0]['impl']}'s by more than 1e-5"
-    head = f"{result['world']} ranks, {result['backend']}, {result['parameters'] / 1e6:.1f} M parameters, per step and rank"
+        if row["impl"] != "local" and not abs(row["loss"] - base) <= 1e-5 * abs(base):
+            text += f"\nWARNING: the loss of {row['impl']} differs from that of {first['impl']} by more than 1e-5"
+    size = f"{result['parameters'] / 1e6:.1f} M parameters"
+    head = f"{result['world']} ranks, {result['backend']}, {size}, per step and rank"
     return f"{head}; loss after {result['steps'] + 1} steps:\n\n{text}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nproc", type=int, nargs="+", help="world sizes to run, one after another (not under torchrun)")
+    parser.add_argument("--nproc", type=int, nargs="+", help="world sizes, one after another")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each implementation in a round")
     common.add_model_options(parser)
-    common.add_output_options(parser)
+    report.add_options(parser)
     args = parser.parse_args()
     results = common.launch(worker, args, args.nproc)
     if results:
-        common.report("step_time", args, results, show)
+        report.write("step_time", args, results, show)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ validation split, gradient clipping, checkpoint and resume, a time budget, a los
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --resume --steps 600   # go on from the checkpoint
     python examples/train_gpt.py --strategy grad_op                                       # one rank works as well
 
-On GPUs (NCCL) it computes in bfloat16 with float32 master weights; on CPUs (gloo) in float32. The checkpoint, the loss
-curve and the sample go to `--out`. A batch is cut among the ranks, so the losses do not depend on how many there are.
+On GPUs (NCCL) it computes in bfloat16 with float32 master weights; on CPUs (gloo) in float32. The checkpoint and the
+loss curve go to `--out`. A batch is cut among the ranks, so the losses do not depend on how many there are.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import copy
 import math
 import os
 import resource
-import sys
 import sysconfig
 import time
 import zlib
@@ -40,17 +39,12 @@ STRATEGIES = ("full", "grad_op", "zero1", "zero2", "none", "hybrid")
 class Block(nn.Module):
     """Pre-norm transformer block; (batch, time, dim) in and out. `auto_wrap` makes each of these a unit."""
 
-    def __init__(self, dim: int, layers: int):
+    def __init__(self, dim: int):
         super().__init__()
         self.heads = max(1, dim // 64)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-        for linear in (self.qkv, self.proj, self.up, self.down):
-            nn.init.normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-        for linear in (self.proj, self.down):  # what is added to the residual stream; its variance grows with depth
-            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -66,10 +60,12 @@ class GPT(nn.Module):
         super().__init__()
         self.seq = seq
         self.token, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim, layers) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
-        for weight in (self.token.weight, self.position.weight, self.head.weight):
-            nn.init.normal_(weight, std=0.02)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:  # what blocks add to the residual stream starts smaller, the more of them there are
+                std = 0.02 / math.sqrt(2 * layers) if name.endswith(("proj.weight", "down.weight")) else 0.02
+                nn.init.normal_(weight, std=std)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (batch, time, 256); with `targets` (batch, time) the mean cross entropy in nats per byte instead."""
@@ -80,72 +76,57 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def standard_library() -> tuple[torch.Tensor, torch.Tensor]:
+def standard_library() -> tuple[torch.Tensor, ...]:
     """Training and validation text, 1-D uint8, some 9 MB in all. About every tenth file is for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Tests and installed packages differ from machine to machine; encodings and pydoc_data are tables, not prose.
     skipped = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data"}
     packages = [path for path in root.iterdir() if (path / "__init__.py").is_file() and path.name not in skipped]
     files = [*root.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))]
-    parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
+    parts = bytearray(), bytearray()
     for file in sorted(files):
         name = file.relative_to(root).as_posix()
         if not skipped.intersection(name.split("/")):
             # By name, so that a file is on the same side with every version of Python.
             parts[zlib.crc32(name.encode()) % 10 == 0].extend(file.read_bytes())
-    train, validation = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
-    return train, validation
+    return tuple(torch.frombuffer(part, dtype=torch.uint8) for part in parts)
 
 
-def mine(starts: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a batch that all ranks know; ranks have equally many sequences."""
-    return starts.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def windows(text: torch.Tensor, starts: torch.Tensor, seq: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Inputs and targets, both (len(starts), seq) int64."""
+def windows(text: torch.Tensor, starts: torch.Tensor, seq: int, device, whole=False) -> tuple[torch.Tensor, ...]:
+    """Inputs and targets, both (sequences, seq) int64: this rank's part of a batch that all ranks know, or all."""
+    if not whole:
+        starts = starts.chunk(dist.get_world_size())[dist.get_rank()]
     batch = text[starts[:, None] + torch.arange(seq + 1)].long().to(device)
     return batch[:, :-1], batch[:, 1:]
 
 
-def unigram_entropy(text: torch.Tensor) -> float:
-    """Nats per byte: the best that a model which sees no context could do on this very text."""
-    share = torch.bincount(text.int(), minlength=VOCAB).double() / len(text)
-    return -torch.special.xlogy(share, share).sum().item()
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=formatter)
     option = parser.add_argument
     option("--strategy", default="full", choices=STRATEGIES, help="what is sharded")
     option("--compare", action="store_true", help="rank 0 trains the same model unsharded as well; in float32")
     option("--steps", type=int, default=300, help="optimizer steps")
-    option("--seconds", type=float, default=75, help="time budget of training, looked at when a report is due")
+    option("--seconds", type=float, default=70, help="time budget of training, checked when a report is due")
     option("--batch", type=int, default=8, help="sequences a step, over all ranks; rounded up to a multiple of them")
     option("--seq", type=int, default=128, help="bytes in a sequence")
     option("--layers", type=int, default=4, help="transformer blocks")
     option("--dim", type=int, default=256, help="width, a multiple of 64")
     option("--lr", type=float, default=1e-3, help="highest learning rate of a cosine with warmup")
-    option("--log-every", type=int, default=10, help="steps between reports")
-    option("--eval-every", type=int, default=50, help="steps between validations")
-    option("--save-every", type=int, default=100, help="steps between checkpoints; there is one at the end anyway")
+    option("--log-every", type=int, default=25, help="steps between reports")
+    option("--save-every", type=int, default=100, help="steps between checkpoints; the end always makes one")
     option("--resume", action="store_true", help="go on from the checkpoint in --out")
     option("--out", type=Path, default=Path("runs/gpt"), help="folder of results")
     args = parser.parse_args()
     if args.compare and args.resume:
         parser.error("--compare starts both models from the same fresh weights; leave out --resume")
-    if args.resume and not (args.out / "checkpoint.pt").is_file():
-        parser.error(f"--resume: there is no {args.out / 'checkpoint.pt'}; run once without it")
     return args
 
 
 def start() -> torch.device:
     """Join the process group that torchrun describes, or make one of a single rank; returns this rank's device."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -155,16 +136,13 @@ def start() -> torch.device:
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warmup over 5 % of the steps, then a cosine down to a tenth."""
-    warmup = max(1, args.steps // 20)
-    if step < warmup:
-        return args.lr * (step + 1) / warmup
-    return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, args.steps - warmup)))
+    cosine = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)
+    return args.lr * min(cosine, 20 * (step + 1) / args.steps)
 
 
 def train_step(model: nn.Module, optim: torch.optim.Optimizer, rate: float, inputs, targets) -> torch.Tensor:
-    """One step of any model, sharded or not; the loss before it. Gradients stay until the next, for `report_memory`."""
-    for group in optim.param_groups:
-        group["lr"] = rate
+    """One step of any model, sharded or not; the loss before it. Gradients stay until the next, for `memory`."""
+    optim.param_groups[0]["lr"] = rate
     optim.zero_grad()
     loss = model(inputs, targets)
     loss.backward()
@@ -181,11 +159,11 @@ def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: torch.Tensor, batches: int, args: argparse.Namespace, device) -> float:
+def evaluate(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, device: torch.device) -> float:
     """Mean loss over windows spread evenly over the text, the same ones every time. All ranks call it."""
-    starts = torch.linspace(0, len(text) - args.seq - 1, batches * args.batch).long()
-    losses = [model(*windows(text, mine(part), args.seq, device)) for part in starts.split(args.batch)]
-    return sum(mean_over_ranks(losses)) / batches
+    starts = torch.linspace(0, len(text) - args.seq - 1, 8 * args.batch).long()
+    losses = mean_over_ranks([model(*windows(text, part, args.seq, device)) for part in starts.split(args.batch)])
+    return sum(losses) / len(losses)
 
 
 @torch.no_grad()
@@ -202,39 +180,35 @@ def sample(model: nn.Module, prompt: bytes, length: int, device: torch.device) -
 
 def save(path: Path, model: nn.Module, optim: torch.optim.Optimizer, **progress) -> None:
     """All ranks call it; rank 0 writes. Killed at any moment, it leaves a whole checkpoint: the old or the new one."""
-    state = {"model": shardkit.full_state_dict(model, rank0_only=True), **progress}
-    state["optim"] = shardkit.full_optim_state_dict(model, optim, rank0_only=True)
+    weights = shardkit.full_state_dict(model, rank0_only=True)
+    state = shardkit.full_optim_state_dict(model, optim, rank0_only=True)
     if dist.get_rank() == 0:
         temporary = path.with_suffix(".tmp")  # in the same folder: replacing is atomic only within a file system
-        torch.save(state, temporary)
+        torch.save({"model": weights, "optim": state, **progress}, temporary)
         os.replace(temporary, path)
 
 
-def report_memory(model: nn.Module, optim: torch.optim.Optimizer, device: torch.device) -> list[str]:
+def memory(model: nn.Module, optim: torch.optim.Optimizer, device: torch.device) -> str:
     """A line for each rank. All ranks call it."""
-    parameters = list(model.parameters())
-    held = parameters + [p.grad for p in parameters if p.grad is not None]
+    held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
     held += [value for state in optim.state.values() for value in state.values() if torch.is_tensor(value)]
-    held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    mib = sum(tensor.nbytes for tensor in held) / 2**20
     if device.type == "cuda":
-        peak, kind = torch.cuda.max_memory_allocated(), "CUDA memory allocated"
-    else:  # no allocator to ask, so the whole process, of which torch itself is a large part; Linux counts in KiB
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident memory of the process"
-    ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (held_bytes / 2**20, peak / 2**20))
-    return [
-        f"rank {rank}: parameters, gradients and optimizer state {held:.1f} MiB; peak {kind} {most:.0f} MiB"
-        for rank, (held, most) in enumerate(ranks)
-    ]
+        kind, peak = "CUDA memory", torch.cuda.max_memory_allocated() / 2**20
+    else:  # there is no allocator to ask, only the system, for the whole process; Linux counts in KiB
+        kind, peak = "resident memory (torch included)", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    line = f"rank {dist.get_rank()}: parameters, gradients, optimizer state {mib:.1f} MiB; peak {kind} {peak:.0f} MiB"
+    lines = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    return "\n".join(lines)
 
 
 def plot(path: Path, history: dict, entropy: float, title: str) -> None:
-    train, width = history["train"], 10
-    means = [sum(train[i : i + width]) / width for i in range(len(train) - width + 1)]
+    train = history["train"]
+    means = [sum(train[i - 10 : i]) / 10 for i in range(10, len(train) + 1)]
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=150)
     axes.plot(range(1, len(train) + 1), train, color="#9ecae1", linewidth=0.8, label="training, each step")
-    axes.plot(range(width, len(train) + 1), means, color="#2171b5", linewidth=1.8, label=f"training, last {width} steps")
+    axes.plot(range(10, len(train) + 1), means, color="#2171b5", linewidth=1.8, label="training, last 10 steps")
     axes.plot(*zip(*history["validation"]), color="#d94801", marker="o", markersize=4, label="validation")
     axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1.2, label=f"unigram entropy, {entropy:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title, xlim=(0, None))
@@ -247,90 +221,77 @@ def plot(path: Path, history: dict, entropy: float, title: str) -> None:
 def main() -> None:
     args = arguments()
     device = start()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     say = tqdm.write if rank == 0 else lambda line: None  # does not tear the progress bar
-    args.batch = math.ceil(args.batch / world) * world
+    args.batch += -args.batch % dist.get_world_size()
     args.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.out / "checkpoint.pt"
-
     train, validation = standard_library()
-    entropy = unigram_entropy(validation)
-    say(f"text: {len(train) / 1e6:.1f} MB to train, {len(validation) / 1e6:.1f} MB to validate; unigram entropy "
-        f"{entropy:.3f} nats/byte, {entropy / math.log(2):.3f} bits/byte")  # fmt: skip
+    shares = torch.bincount(validation.int()) / len(validation)
+    entropy = torch.special.entr(shares).sum().item()  # what the best guess without context would cost on this text
+    say(f"text: {len(train) / 1e6:.1f} MB to train on, {len(validation) / 1e6:.1f} MB to validate on")
+    say(f"unigram entropy: {entropy:.3f} nats/byte, {entropy / math.log(2):.3f} bits/byte")
     torch.manual_seed(0)  # the same weights on all ranks
     model = GPT(args.layers, args.dim, args.seq).to(device)
-    size = sum(p.numel() for p in model.parameters())
-    say(f"model: {size / 1e6:.2f} M parameters on {world} ranks ({device.type}), strategy {args.strategy}")
+    title = f"GPT, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, strategy {args.strategy}"
+    say(f"{title}; world size {dist.get_world_size()}, {device.type}")
     reference = copy.deepcopy(model) if args.compare and rank == 0 else None
+    reference_optim = torch.optim.AdamW(reference.parameters(), fused=True) if reference else None
 
     half = shardkit.MixedPrecision(param_dtype=torch.bfloat16) if device.type == "cuda" and not args.compare else None
     model = shardkit.auto_wrap(model, sharding_strategy=args.strategy, mixed_precision=half)
     optim = torch.optim.AdamW(model.parameters(), fused=True)
     say(str(shardkit.describe(model)))
-
     generator = torch.Generator().manual_seed(0)  # draws the batches, alike on all ranks; nothing else is random
     step, history = 0, {"train": [], "validation": []}
     if args.resume:
-        state = torch.load(checkpoint, map_location="cpu", mmap=True)
+        state = torch.load(args.out / "checkpoint.pt", map_location="cpu", mmap=True)
         shardkit.load_full_state_dict(model, state["model"])
         shardkit.load_full_optim_state_dict(model, optim, state["optim"])
         generator.set_state(state["generator"])  # the data go on where they stopped
         step, history = state["step"], state["history"]
         say(f"resumed after step {step}")
-    if reference is not None:
-        reference_optim = torch.optim.AdamW(reference.parameters(), fused=True)
 
     bar = tqdm(total=args.steps, initial=step, unit="step", disable=rank != 0, dynamic_ncols=True, mininterval=1)
     begin = clock = time.perf_counter()
-    first, busy, worst, stop = step, 0.0, 0.0, step >= args.steps
-    losses: list[torch.Tensor] = []
-    expected: list[float] = []
+    losses, expected, worst, stop = [], [], 0.0, step >= args.steps
     while not stop:
         starts = torch.randint(len(train) - args.seq, (args.batch,), generator=generator)
         rate = learning_rate(step, args)
-        losses.append(train_step(model, optim, rate, *windows(train, mine(starts), args.seq, device)))
-        if reference is not None:  # the whole batch, on this rank alone
-            batch = windows(train, starts, args.seq, device)
+        losses.append(train_step(model, optim, rate, *windows(train, starts, args.seq, device)))
+        if reference:  # the whole batch, on this rank alone
+            batch = windows(train, starts, args.seq, device, whole=True)
             expected.append(train_step(reference, reference_optim, rate, *batch).item())
         step += 1
         bar.update()
-        log, check, keep = (step % n == 0 for n in (args.log_every, args.eval_every, args.save_every))
-        if not (log or check or keep or step == args.steps):
+        keep, stop = step % args.save_every == 0, step == args.steps
+        if not (keep or stop or step % args.log_every == 0):
             continue  # most steps do not wait for the device
         recent = mean_over_ranks(losses)
-        seconds, busy = time.perf_counter() - clock, busy + time.perf_counter() - clock
-        bar.set_postfix(loss=f"{recent[-1]:.3f}", tokens_per_s=f"{len(losses) * args.batch * args.seq / seconds:,.0f}")
+        speed = len(losses) * args.batch * args.seq / (time.perf_counter() - clock)
+        bar.set_postfix(loss=f"{recent[-1]:.3f}", tokens_per_s=f"{speed:,.0f}")
         if expected:
             worst = max(worst, *(abs(a - b) for a, b in zip(recent, expected)))
-            say(f"step {step}: loss {recent[-1]:.7f} sharded, {expected[-1]:.7f} unsharded; largest difference {worst:.1e}")
-        history["train"] += recent
-        losses, expected = [], []
+            say(f"step {step}: loss sharded {recent[-1]:.7f}, unsharded {expected[-1]:.7f}, most apart {worst:.1e}")
+        losses, expected, history["train"] = [], [], history["train"] + recent
+        loss = evaluate(model, validation, args, device)
+        history["validation"].append((step, loss))
+        say(f"step {step}: training loss {recent[-1]:.3f}, validation loss {loss:.3f}, {speed:,.0f} tokens/s")
         late = torch.tensor(float(time.perf_counter() - begin > args.seconds), device=device)
         dist.broadcast(late, 0)  # rank 0's clock decides: ranks that disagreed would wait for each other for ever
-        stop = step == args.steps or bool(late)
-        if check or stop:
-            loss = evaluate(model, validation, 16 if stop else 4, args, device)
-            history["validation"].append((step, loss))
-            say(f"step {step}: training loss {recent[-1]:.3f}, validation loss {loss:.3f}, "
-                f"{(step - first) * args.batch * args.seq / busy:,.0f} tokens/s")  # fmt: skip
+        stop = stop or bool(late)
         if keep or stop:
-            save(checkpoint, model, optim, step=step, history=history, generator=generator.get_state())
-        clock = time.perf_counter()
+            save(args.out / "checkpoint.pt", model, optim, step=step, history=history, generator=generator.get_state())
+        clock = time.perf_counter()  # speed is that of training alone
     bar.close()
 
-    for line in report_memory(model, optim, device):
-        say(line)
-    text = sample(model, b"def ", 256, device)
-    say(f"sample:\n{text}\n")
+    say(memory(model, optim, device))
+    say(f"sample:\n{sample(model, b'def ', 200, device)}\n")
     if rank == 0:
-        title = f"GPT of {size / 1e6:.1f} M parameters, {world} rank{'s'[: world - 1]}, strategy {args.strategy}"
         plot(args.out / "loss.png", history, entropy, title)
-        (args.out / "sample.txt").write_text(text, encoding="utf-8")
-    say(f"wrote {checkpoint}, loss.png and sample.txt; {step} steps in {time.perf_counter() - begin:.0f} s")
+    say(f"{time.perf_counter() - begin:.0f} s for training, checkpoints and sample; results are in {args.out}")
     if args.compare:
-        say(f"largest difference between sharded and unsharded loss in {step} steps: {worst:.1e}")
-    loss = history["validation"][-1][1]
-    say(f"validation loss {loss:.3f} nats/byte against unigram entropy {entropy:.3f}")
+        say(f"sharded and unsharded losses differ by at most {worst:.1e} in {step} steps")
+    say(f"validation loss {history['validation'][-1][1]:.3f} nats/byte against unigram entropy {entropy:.3f}")
     dist.destroy_process_group()
 
 

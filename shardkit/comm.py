@@ -15,6 +15,7 @@ buffers alive that the collective still reads or writes.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .errors import ConfigError
+from .layout import FlatLayout
 
 FAST_GLOO_RANKS = 8  # beyond this the number of messages outweighs what gloo's own forms waste
 _TAG = 0x5A4D  # tag of our point-to-point messages, so that they never pair with a user's
@@ -63,6 +65,38 @@ class Work:
         return self._result
 
 
+@dataclasses.dataclass
+class _Cut:
+    """What one rank holds of a layout: (parameter, start, stop in it, offset in the slice), by size of the piece."""
+
+    large: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    small: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    packed: int = 0  # elements of the small ones
+
+
+class Cuts:
+    """Which pieces of which parameters go to which rank, for `Group.reduce_scatter_parts`."""
+
+    LARGE = 16384  # elements; below this a message costs more than packing
+
+    def __init__(self, layout: FlatLayout):
+        self.length = layout.shard_numel
+        self.of = [_Cut() for _ in range(layout.world_size)]
+        large = 0
+        for rank, cut in enumerate(self.of):
+            for i in range(len(layout.shapes)):
+                start, stop = layout.piece(i, rank)
+                if stop > start:
+                    piece = (i, start, stop, layout.local_offset(i, rank))
+                    if stop - start >= self.LARGE:
+                        cut.large.append(piece)
+                        large += stop - start
+                    else:
+                        cut.small.append(piece)
+                        cut.packed += stop - start
+        self.worthwhile = 2 * large >= layout.used > 0  # else one copy of everything is cheaper
+
+
 class Group:
     """The collectives of one process group, as the engine needs them. Buffers are 1-D and contiguous.
 
@@ -75,6 +109,7 @@ class Group:
         self.rank = pg.rank() if pg is not None else 0
         self.ranks = dist.get_process_group_ranks(pg) if pg is not None else [dist.get_rank()]
         self.backend = dist.get_backend(pg) if pg is not None else "none"
+        self.peers = [r for r in range(self.size) if r != self.rank]
         self.direct = "gloo" in self.backend and self.size <= FAST_GLOO_RANKS and self.backend != "fake"
 
     def __deepcopy__(self, memo):
@@ -126,24 +161,73 @@ class Group:
         return Work([work], (buffer,), lambda: out if average or divisor == 1 else out.div_(divisor))
 
     def _reduce_scatter_direct(self, buffer: torch.Tensor, n: int, divisor: int) -> Work:
-        me = self.rank
-        peers = [r for r in range(self.size) if r != me]
-        received = {r: buffer.new_empty(n) for r in peers}
-        works = [dist.irecv(received[r], self.ranks[r], group=self.pg, tag=_TAG) for r in peers]
-        works += [dist.isend(buffer.narrow(0, r * n, n), self.ranks[r], group=self.pg, tag=_TAG) for r in peers]
+        received = {r: buffer.new_empty(n) for r in self.peers}
+        works = [self._receive(received[r], r) for r in self.peers]
+        works += [self._send(buffer.narrow(0, r * n, n), r) for r in self.peers]
+        own = buffer.narrow(0, self.rank * n, n)
+        return Work(works, (buffer,), lambda: self._sum_in_order(received, lambda total: total.add_(own), divisor))
+
+    def reduce_scatter_parts(self, parts: dict[int, torch.Tensor], cuts: Cuts, divisor: int) -> Work:
+        """As `reduce_scatter`, of a buffer that was never put together: `parts[i]` is the flattened gradient of
+        parameter i of the layout that `cuts` was made for, zero where missing. Only where `self.direct`.
+
+        Large pieces travel straight from the gradients' own memory, small ones packed into one message per rank. It
+        saves a copy of the whole unit, and the memory for it.
+        """
+        example = next(iter(parts.values()))
+
+        def piece(i, start, stop):
+            part = parts.get(i)
+            return example.new_zeros(stop - start) if part is None else part[start:stop]
+
+        received, packed, works, sent = {}, {}, [], []
+        for r in self.peers:
+            total = received[r] = example.new_empty(cuts.length)
+            mine = cuts.of[self.rank]
+            works += [self._receive(total[lo : lo + stop - start], r) for i, start, stop, lo in mine.large]
+            if mine.small:
+                packed[r] = example.new_empty(mine.packed)
+                works.append(self._receive(packed[r], r))
+        for r in self.peers:
+            theirs = cuts.of[r]
+            messages = [piece(*cut[:3]) for cut in theirs.large]
+            if theirs.small:
+                messages.append(torch.cat([piece(*cut[:3]) for cut in theirs.small]))
+            works += [self._send(m, r) for m in messages]
+            sent += messages
+
+        def add_own(total):
+            own = [cut for cut in (*cuts.of[self.rank].large, *cuts.of[self.rank].small) if cut[0] in parts]
+            if own:
+                views = [total[lo : lo + stop - start] for _, start, stop, lo in own]
+                torch._foreach_add_(views, [parts[i][start:stop].to(total.dtype) for i, start, stop, _ in own])
 
         def finish():
-            # Added in rank order, whatever arrived first: the same bits on every run. The first two terms may swap,
-            # because a + b == b + a, and that leaves a received tensor, not the whole buffer, as the result.
-            received[me] = buffer.narrow(0, me * n, n)
-            low = buffer.dtype in (torch.float16, torch.bfloat16)
-            first = received.pop(peers[0])
-            total = first.float() if low else first
-            for r in sorted(received):
-                total += received.pop(r)
-            return total if divisor == 1 else total.div_(divisor)
+            for r, pack in packed.items():
+                small = cuts.of[self.rank].small
+                views = [received[r][lo : lo + stop - start] for _, start, stop, lo in small]
+                torch._foreach_copy_(views, list(pack.split([stop - start for _, start, stop, _ in small])))
+            return self._sum_in_order(received, add_own, divisor)
 
-        return Work(works, (buffer,), finish)
+        return Work(works, (parts, sent), finish)
+
+    def _sum_in_order(self, received: dict[int, torch.Tensor], add_own, divisor: int) -> torch.Tensor:
+        """Adds in rank order, whatever arrived first: the same bits on every run. The first two terms may swap,
+        because a + b == b + a, and that leaves a received tensor, not a part of a larger one, as the result."""
+        first = received.pop(self.peers[0])
+        total = first.float() if first.dtype in (torch.float16, torch.bfloat16) else first
+        for r in range(self.size):
+            if r == self.rank:
+                add_own(total)
+            elif r in received:
+                total += received.pop(r)
+        return total if divisor == 1 else total.div_(divisor)
+
+    def _receive(self, t: torch.Tensor, rank: int):
+        return dist.irecv(t, self.ranks[rank], group=self.pg, tag=_TAG)
+
+    def _send(self, t: torch.Tensor, rank: int):
+        return dist.isend(t, self.ranks[rank], group=self.pg, tag=_TAG)
 
     def all_reduce(self, t: torch.Tensor, op=dist.ReduceOp.SUM) -> Work:
         """Reduces `t` in place over the ranks."""
@@ -165,6 +249,14 @@ class Group:
         out = [None] * self.size
         dist.all_gather_object(out, value, group=self.pg)
         return out
+
+    def gather_object(self, value) -> list:
+        """On the first rank every rank's picklable `value`, in rank order; elsewhere an empty list. A blocking host call."""
+        if self.size == 1:
+            return [value]
+        out = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, out, dst=self.ranks[0], group=self.pg)
+        return out or []
 
 
 class Channel:

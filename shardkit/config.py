@@ -25,6 +25,9 @@ class MixedPrecision:
 
     param_dtype: torch.dtype | None = None
     """dtype of the gathered parameters. None: the parameter's own dtype."""
+    master_dtype: torch.dtype | None = None
+    """dtype of the local shards of trainable floating-point parameters. None: float32 for 16-bit parameters where
+    `param_dtype` is a 16-bit type or the whole model is; others keep their own."""
     reduce_dtype: torch.dtype | None = None
     """dtype that gradients travel in. None: float32 where `param_dtype` is a 16-bit type, else the gradient's own.
     A 16-bit wire is summed in float32 on gloo groups of up to eight ranks, and averaged by the backend elsewhere."""

@@ -103,7 +103,7 @@ def _sent(step: Step, unit: Unit, flat: FlatParam) -> int:
     full = flat.layout.numel * flat.compute_dtype.itemsize
     gathers = 1
     for user in flat.users:
-        gathers += step.options.drop_after_forward and user.weights_needed and user is not step.units[0]
+        gathers += step.options.drop_after_forward and flat.needed_in_backward and user is not step.units[0]
         gathers += user is not unit and step.options.drop_after_forward  # a borrower gathers in its own forward
     trained = any(p.requires_grad for p in flat.params)
     reduced = flat.layout.numel * flat.reduce_dtype.itemsize if trained else 0

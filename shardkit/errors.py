@@ -4,6 +4,7 @@
     ├── ConfigError(ValueError)     what the user passed cannot work: options, policies, meshes, models
     ├── PlanMismatchError           ranks disagree about the model, its units or its initial weights
     ├── OrderError                  ranks ran different steps, so their collectives no longer pair up
+    ├── CheckpointError             a checkpoint is missing, damaged or incomplete, or could not be written
     └── StateError                  a call came at the wrong moment (inside a forward, before wrapping, ...)
 
 A message says where (unit or parameter, rank), what was found, what was expected, and what to do next. Errors that
@@ -25,6 +26,10 @@ class PlanMismatchError(ShardkitError, RuntimeError):
 
 class OrderError(ShardkitError, RuntimeError):
     """The ranks of one group ended different phases of a step: their steps no longer belong together."""
+
+
+class CheckpointError(ShardkitError, RuntimeError):
+    """A checkpoint that cannot be read, or could not be written. Raised on every rank."""
 
 
 class StateError(ShardkitError, RuntimeError):

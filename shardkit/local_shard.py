@@ -8,18 +8,22 @@ that questions about the *whole* gradient are completed across ranks:
 - `torch._amp_foreach_non_finite_check_and_unscale_` (what `torch.amp.GradScaler` calls)
 
 These run one all-reduce over the shard group, so every rank must ask, as every rank does in a training loop.
+
+To `torch.distributed.checkpoint` a LocalShard is the whole tensor, of which this rank writes and reads some boxes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .comm import Group
-from .layout import FlatLayout
+from .errors import StateError
+from .layout import FlatLayout, rectangles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +116,62 @@ class LocalShard(torch.Tensor):
         for work in works:
             work.wait()
         return full
+
+    # -------------------------------------------------------------- the protocol of torch.distributed.checkpoint
+
+    def size(self, dim=None):
+        """The local size, as `shape`. `torch.distributed.checkpoint` gets that of the whole tensor: its planner
+        compares with `size()` what it finds in a file, and DTensor, for which it was written, answers so to everybody.
+
+        Raises StateError for the staging of `dcp.async_save`, which would copy the piece into a plain tensor and save
+        one rank's piece as if it were the whole.
+        """
+        caller = sys._getframe(1)
+        module = caller.f_globals.get("__name__", "")
+        if module == "torch.distributed._state_dict_utils" and caller.f_code.co_name == "tensor_func":
+            raise StateError(
+                f"{self.shard_info.name}: this function of torch copies tensors without asking what they are, and "
+                "would take this rank's piece for the whole. Use shardkit.async_save(path, model, optim) in place of "
+                "torch.distributed.checkpoint.async_save."
+            )
+        size = torch.Size(self.shard_info.shape) if module.startswith("torch.distributed.checkpoint") else self.shape
+        return size if dim is None else size[dim]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list:
+        """One item per box of this rank's piece. Ranks that hold the same piece (hybrid sharding) name the same boxes,
+        and the planner lets one of them write."""
+        from torch.distributed.checkpoint import metadata, planner
+
+        info, items = self.shard_info, []
+        properties = metadata.TensorProperties.create_from_tensor(self.to_local())
+        for chunk in self.__create_chunk_list__():
+            items.append(planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, torch.Size(info.shape)),
+            ))  # fmt: skip
+        return items
+
+    def __create_chunk_list__(self) -> list:
+        """The boxes of the whole tensor that this rank holds. An empty tensor is one box, held by the first rank."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        info = self.shard_info
+        boxes = rectangles(info.shape, *info.piece)
+        if 0 in info.shape and info.rank == 0:
+            boxes = [(tuple(0 for _ in info.shape), info.shape)]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """The box that starts at `index.offset`, a view of the local memory. Boxes follow one another in it."""
+        at, local = 0, self.to_local().reshape(-1)
+        for chunk in self.__create_chunk_list__():
+            n = chunk.sizes.numel()
+            if index.offset is None or tuple(chunk.offsets) == tuple(index.offset):
+                return local[at : at + n].view(chunk.sizes)
+            at += n
+        info = self.shard_info
+        raise ValueError(f"{info.name} has no box at {index.offset} on this rank; its run is {info.piece}.")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -254,6 +314,20 @@ def _detach(input):
     return LocalShard.wrap(input.to_local(), input.shard_info)
 
 
+def _moved(func):
+    """`to`, `cpu` and `cuda` change where a piece lies or its dtype, not which piece it is: what torch makes of a state
+    dict on the host must still know that it is a part."""
+
+    def run(input, *args, **kwargs):
+        if not isinstance(input, LocalShard):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(input, *args, **kwargs)
+        return input if out is input else LocalShard.wrap(out, input.shard_info)
+
+    return run
+
+
 _SPECIAL = {
     torch.linalg.vector_norm: _vector_norm,
     torch.norm: _norm,
@@ -263,4 +337,5 @@ _SPECIAL = {
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
     torch.Tensor.detach: _detach,
+    **{func: _moved(func) for func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)},
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Iterable
-
 import torch
 import torch.nn as nn
 
 from ..comm import Mesh
-from ..config import Options
+from ..config import MixedPrecision, Options
 from ..errors import ConfigError, PlanMismatchError
 from . import precision
 from .flat_param import FlatParam, home_of
@@ -57,8 +56,9 @@ def build(
     homes: dict[nn.Parameter, tuple[FlatParam, int]] = {}
     units: list[Unit] = []
     borrowers = _borrowers(drafts)
+    all_low = _is_all_low(drafts, mesh, options)
     for draft in drafts:
-        flats = _make_flats(draft, borrowers, mesh, options, device)
+        flats = _make_flats(draft, borrowers, mesh, options, device, all_low)
         for flat in flats:
             homes.update((p, (flat, i)) for i, p in enumerate(flat.params))
         units.append(_make_unit(draft, flats, homes, options))
@@ -239,6 +239,37 @@ def _checksum(param: nn.Parameter) -> int:
     return int(data.view(integers).sum(dtype=torch.int64)) if data.dtype != torch.bool else int(data.sum())
 
 
+# ------------------------------------------------------------------------------------------------------- dtypes
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def _is_all_low(drafts: list[_Draft], mesh: Mesh, options: Options) -> bool:
+    """True for a model that arrives in a 16-bit dtype throughout, as `transformers` loads them. Says once what that
+    means."""
+    dtypes = {p.dtype for draft in drafts for p in draft.owned if p.dtype.is_floating_point}
+    if len(dtypes) != 1 or not dtypes <= set(_LOW):
+        return False
+    chosen = options.mixed_precision.master_dtype if options.mixed_precision is not None else None
+    if chosen is None and mesh.world.rank == 0:
+        warnings.warn(
+            f"the model's parameters are {dtypes.pop()}; trainable ones get float32 masters, which the optimizer updates, "
+            "and compute in the dtype they had. MixedPrecision(master_dtype=...) chooses another.",
+            stacklevel=2,
+        )
+    return True
+
+
+def _master_dtype(param: nn.Parameter, mp: MixedPrecision | None, all_low: bool) -> torch.dtype:
+    """dtype of the local shard: updates smaller than a 16-bit step would be lost in 16 bits."""
+    if not param.dtype.is_floating_point or not param.requires_grad:
+        return param.dtype
+    if mp is not None and mp.master_dtype is not None:
+        return mp.master_dtype
+    mixed = mp is not None and mp.param_dtype in _LOW
+    return torch.float32 if param.dtype in _LOW and (all_low or mixed) else param.dtype
+
+
 # ----------------------------------------------------------------------------------------------------- devices
 
 
@@ -315,8 +346,8 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------------------- making
 
 
-def _make_flats(draft, borrowers, mesh: Mesh, options: Options, device: torch.device) -> list[FlatParam]:
-    """One flat parameter per kind: dtypes, requires_grad, and the set of units that need it."""
+def _make_flats(draft, borrowers, mesh: Mesh, options: Options, device: torch.device, all_low: bool) -> list[FlatParam]:
+    """One flat parameter per kind: dtypes, requires_grad, the units that need it, and whether backward does."""
     mp = options.mixed_precision
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for param, (name, module) in draft.owned.items():
@@ -324,21 +355,27 @@ def _make_flats(draft, borrowers, mesh: Mesh, options: Options, device: torch.de
         if mp is not None and mp.param_dtype is not None and param.dtype.is_floating_point:
             if not precision.keeps_own_dtype(mp, module, name):
                 compute = mp.param_dtype
-        kinds.setdefault((param.dtype, compute, param.requires_grad, borrowers[param]), []).append(param)
+        master = _master_dtype(param, mp, all_low)
+        looked_up = all(isinstance(m, _LOOKUPS) and m.max_norm is None for m, _, _ in draft.places[param])
+        looked_up &= len(borrowers[param]) == 1
+        kind = (master, compute, param.requires_grad, borrowers[param], looked_up)
+        kinds.setdefault(kind, []).append(param)
     offload = options.cpu_offload
     return [
         FlatParam(
             [draft.owned[p][0] for p in params],
             params,
             mesh,
+            master_dtype=master,
             compute_dtype=compute,
             reduce_dtype=mp.reduce_dtype if mp is not None else None,
             device=device,
             shard_device=torch.device("cpu") if offload is not None else device,
             pin_memory=offload is not None and offload.pin_memory,
             persistent=not options.strategy.drop_after_backward,
+            needed_in_backward=not looked_up,
         )
-        for (_, compute, _, _), params in kinds.items()
+        for (master, compute, _, _, looked_up), params in kinds.items()
     ]
 
 
@@ -347,6 +384,4 @@ def _make_unit(draft: _Draft, flats: list[FlatParam], homes, options: Options) -
     for param, places in draft.places.items():
         flat, index = homes.get(param) or home_of(param)  # type: ignore[misc]
         entries.append(Entry(flat, index, places))
-    holders: Iterable[nn.Module] = (m for m in draft.modules if any(p is not None for p in m._parameters.values()))
-    needed = not all(isinstance(m, _LOOKUPS) and m.max_norm is None for m in holders)
-    return Unit(draft.name, draft.module, flats, entries, options.mixed_precision, needed)
+    return Unit(draft.name, draft.module, flats, entries, options.mixed_precision)

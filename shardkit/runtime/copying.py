@@ -71,6 +71,6 @@ def _copy_unit(unit: Unit, flats: dict[FlatParam, FlatParam], memo: dict) -> Uni
         for e in unit.entries
     ]
     own = [flats[f] for f in unit.flats]
-    new = Unit(unit.name, memo[id(unit.module)], own, entries, unit.mp, unit.weights_needed)
+    new = Unit(unit.name, memo[id(unit.module)], own, entries, unit.mp)
     new.buffer_dtypes = {(memo[id(m)], name): dtype for (m, name), dtype in unit.buffer_dtypes.items()}
     return new

@@ -4,8 +4,9 @@
              Every local parameter's `.data` is a view of it.
     buffer   1-D, `layout.numel` elements of the compute dtype: all ranks' slices, present while some unit computes.
              Full parameters are aliases of it. It is freed because nobody refers to it any more.
-    grad     1-D, `layout.numel` elements of the reduce dtype: this rank's gradient of the full parameters, from the
-             first `Use` that reports until the reduction starts (or the next synchronised backward, under no_sync).
+    grad     this rank's gradient of the full parameters, from the first `Use` that reports until the reduction starts
+             (or the next synchronised backward, under no_sync): either `parts`, the tensors that autograd made, or,
+             where they must be added up, cast or moved, a 1-D buffer of `layout.numel` elements of the reduce dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm import Mesh, Work
+from ..comm import Cuts, Mesh, Work
 from ..errors import StateError
 from ..layout import FlatLayout, plan_layout
 from ..local_shard import LocalShard, ShardInfo
@@ -45,23 +46,27 @@ class FlatParam:
         params: list[nn.Parameter],
         mesh: Mesh,
         *,
+        master_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
         device: torch.device,
         shard_device: torch.device,
         pin_memory: bool,
         persistent: bool,
+        needed_in_backward: bool,
     ):
         self.names, self.params, self.mesh = names, params, mesh
         self.layout: FlatLayout = plan_layout([tuple(p.shape) for p in params], mesh.shard.size)
         self.compute_dtype, self.device = compute_dtype, device
-        # 16-bit gradients are added in float32 unless the user chose otherwise; others keep their dtype.
-        self.reduce_dtype = reduce_dtype or (torch.float32 if _narrowed(params[0].dtype, compute_dtype) else compute_dtype)
-        if not (compute_dtype.is_floating_point or compute_dtype.is_complex):
-            self.reduce_dtype = compute_dtype
-        elif compute_dtype.is_complex:
-            self.reduce_dtype = compute_dtype
+        if not compute_dtype.is_floating_point:
+            self.reduce_dtype = compute_dtype  # complex; integers have no gradient
+        elif reduce_dtype is not None:
+            self.reduce_dtype = reduce_dtype
+        else:  # 16-bit gradients are added in float32 where the master is
+            self.reduce_dtype = torch.float32 if _narrowed(master_dtype, compute_dtype) else compute_dtype
         self.persistent = persistent  # zero1, zero2: the buffer outlives the step
+        self.needed_in_backward = needed_in_backward  # False: rows are only looked up
+        self._cuts = Cuts(self.layout) if mesh.shard.direct and device.type == "cpu" else None
         self.infos = [ShardInfo(name, self.layout, i, mesh.shard) for i, name in enumerate(names)]
         self.index = -1  # position among the root's flat parameters; the same on every rank
         self.unit: Unit
@@ -70,7 +75,7 @@ class FlatParam:
         self.start_over()
 
         self._geometry()
-        self._adopt(shard_device, pin_memory)
+        self._adopt(master_dtype, shard_device, pin_memory)
 
     def start_over(self) -> None:
         """Nothing is gathered, under way or accumulated."""
@@ -79,8 +84,8 @@ class FlatParam:
         self._work: Work | None = None
         self._seen: tuple[int, ...] = ()  # the local parameters' versions when the buffer was gathered
 
-        self.grad: torch.Tensor | None = None
-        self._grad_is_ours = True
+        self._parts: dict[int, torch.Tensor] = {}
+        self._grad: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None  # reduced gradient of this backward, laid out as the shard
         self.touched: set[int] = set()  # parameters that got a gradient since the last deposit
 
@@ -111,9 +116,8 @@ class FlatParam:
         """True where the shard is the whole buffer, so that nothing is gathered or copied."""
         return self.mesh.shard.size == 1 and self.shard.dtype == self.compute_dtype and self.shard.device == self.device
 
-    def _adopt(self, shard_device: torch.device, pin_memory: bool) -> None:
+    def _adopt(self, dtype: torch.dtype, shard_device: torch.device, pin_memory: bool) -> None:
         """Keeps this rank's slice of the whole parameters, and makes them local."""
-        dtype = self.params[0].dtype
         shard = self.new_shard(dtype, shard_device, pin_memory)
         for p, (lo, n, _), i in zip(self.params, self._local_views, range(len(self.params)), strict=True):
             if n:
@@ -275,23 +279,37 @@ class FlatParam:
         """True when no use of these parameters still owes a gradient."""
         return not any(unit.live for unit in self.users)
 
+    @property
+    def has_grad(self) -> bool:
+        return self._grad is not None or bool(self._parts)
+
     def add_grads(self, indices: list[int], grads: list[torch.Tensor]) -> None:
-        """Adds full gradients (shapes as the full parameters, any dtype or layout) to `grad`. Copies, then lets go."""
+        """Adds full gradients (shapes as the full parameters, any dtype or layout)."""
         self.touched.update(indices)
         grads = [g.to_dense() if g.layout != torch.strided else g for g in grads]
-        if self.grad is None:
-            g = grads[0]
-            if g.numel() == self.layout.numel and g.dtype == self.reduce_dtype and g.is_contiguous():
-                # A flat parameter of one: the gradient autograd made is the reduce buffer. Read only.
-                self.grad, self._grad_is_ours = g.view(-1), False
-                return
-            self.grad, self._grad_is_ours = self._new_grad(indices), True
-            torch._foreach_copy_(self._grad_views(indices), grads)
-        else:
-            if not self._grad_is_ours:
-                self.grad, self._grad_is_ours = self.grad.clone(), True
+        if self.has_grad:
+            self._put_together()
             views = self._grad_views(indices)
             torch._foreach_add_(views, [g.to(self.reduce_dtype) for g in grads])
+        elif self._sendable(grads):
+            self._parts = {i: g.view(-1) for i, g in zip(indices, grads, strict=True)}
+        else:
+            self._grad = self._new_grad(indices)
+            torch._foreach_copy_(self._grad_views(indices), grads)
+
+    def _sendable(self, grads: list[torch.Tensor]) -> bool:
+        """True where the gradients can be reduced from the memory they are in."""
+        if self._cuts is None or not self._cuts.worthwhile or self.reduce_dtype.is_complex:
+            return False
+        return all(g.dtype == self.reduce_dtype and g.is_contiguous() for g in grads)
+
+    def _put_together(self) -> None:
+        """Copies `parts`, which only autograd may change, into a buffer of our own."""
+        if self._grad is None:
+            parts, self._parts = self._parts, {}
+            self._grad = self._new_grad(list(parts))
+            geometry = self.full_geometry
+            torch._foreach_copy_(self._grad_views(list(parts)), [g.view(geometry[i][0]) for i, g in parts.items()])
 
     def _new_grad(self, indices) -> torch.Tensor:
         used = sum(self.numel_of(i) for i in indices)
@@ -309,23 +327,50 @@ class FlatParam:
         return n
 
     def _grad_views(self, indices) -> list[torch.Tensor]:
-        grad, geometry = self.grad, self.full_geometry
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            return [grad.as_strided(*geometry[i]) for i in indices]  # type: ignore[union-attr]
+        assert self._grad is not None
+        views = self._views_of(self._grad)
+        return [views[i] for i in indices]
 
-    def take_grad(self) -> torch.Tensor:
-        """`grad`, which the caller now owns; zeros where this rank has nothing to add."""
-        grad, self.grad, self._grad_is_ours = self.grad, None, True
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return [flat.as_strided(*geometry) for geometry in self.full_geometry]
+
+    def reduce(self) -> Work:
+        """Starts to sum the gradient over the shard group, and forgets it here. Zeros where this rank has none."""
+        grad, parts, self._grad, self._parts = self._grad, self._parts, None, {}
+        group, divisor = self.mesh.shard, self.mesh.size
+        if parts:
+            assert self._cuts is not None
+            return group.reduce_scatter_parts(parts, self._cuts, divisor)
+        if self._cuts is not None and self._cuts.worthwhile and not self.reduce_dtype.is_complex:
+            # The others may send from their gradients' own memory: the messages must match theirs.
+            flat = {} if grad is None else {i: g.view(-1) for i, g in enumerate(self._views_of(grad))}
+            nothing = torch.zeros(1, dtype=self.reduce_dtype, device=self.device)
+            return group.reduce_scatter_parts(flat or {-1: nothing}, self._cuts, divisor)
         if grad is None:
             grad = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
-        return grad
+        return group.reduce_scatter(grad, divisor)
 
-    def local_pieces(self, shard: torch.Tensor) -> list[LocalShard]:
-        """Per parameter, its piece of a 1-D tensor laid out as the local shard. Shares memory."""
-        return [
-            LocalShard.wrap(shard[lo : lo + n].view(shape), info)
-            for (lo, n, shape), info in zip(self._local_views, self.infos, strict=True)
-        ]
+    def reduce_nothing(self) -> Work:
+        """Takes part in a reduction that only other ranks need; what this rank has stays here."""
+        held = self._grad, self._parts
+        self._grad, self._parts = None, {}
+        work = self.reduce()
+        self._grad, self._parts = held
+        return work
+
+    def reduce_apart(self, indices: list[int], grads: list[torch.Tensor]) -> Work:
+        """Starts to reduce these gradients alone; what was accumulated stays here."""
+        held, touched = (self._grad, self._parts), set(self.touched)
+        self._grad, self._parts = None, {}
+        self.add_grads(indices, grads)
+        work = self.reduce()
+        (self._grad, self._parts), self.touched = held, touched
+        return work
+
+    def drop_grad(self) -> None:
+        self._grad, self._parts, self.reduced = None, {}, None
+        self.touched.clear()
 
     def local_piece(self, shard: torch.Tensor, index: int) -> LocalShard:
         lo, n, shape = self._local_views[index]

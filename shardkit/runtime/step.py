@@ -12,6 +12,7 @@ A `Step` owns the units below one root and carries out, in this order:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
 
@@ -30,10 +31,9 @@ _IN_FLIGHT = 1  # reductions that may be under way while the next one is prepare
 class Reduction:
     """A gradient on its way: reduce-scatter within the shard group, then all-reduce across replicas."""
 
-    def __init__(self, flat: FlatParam, grad: torch.Tensor):
-        mesh = flat.mesh
+    def __init__(self, flat: FlatParam, scatter: Work):
         self.flat = flat
-        self._scatter: Work | None = mesh.shard.reduce_scatter(grad, mesh.size)
+        self._scatter: Work | None = scatter
         self._across = Work()
 
     def advance(self) -> None:
@@ -43,12 +43,17 @@ class Reduction:
             self._scatter = None
             self._across = self.flat.mesh.replicate.all_reduce(self.result)
 
-    def finish(self) -> None:
-        """Adds the reduced gradient to what this backward already reduced for the flat parameter."""
+    def settle(self) -> torch.Tensor:
+        """The reduced gradient, 1-D, laid out, placed and typed as the local shard."""
         self.advance()
         self._across.wait()
-        flat = self.flat
-        flat.reduced = self.result if flat.reduced is None else flat.reduced.add_(self.result)
+        shard = self.flat.shard
+        return self.result.to(device=shard.device, dtype=shard.dtype)
+
+    def finish(self) -> None:
+        """Adds the reduced gradient to what this backward already reduced for the flat parameter."""
+        flat, result = self.flat, self.settle()
+        flat.reduced = result if flat.reduced is None else flat.reduced.add_(result)
 
 
 class Step:
@@ -83,7 +88,7 @@ class Step:
             unit.step = self
             unit.ancestors = {u for u in units if u is not unit and _contains(u.module, unit.module)}
         for index, flat in enumerate(self.flats):
-            flat.step, flat.index, flat.reduced = self, index, None
+            flat.step, flat.index = self, index
             flat.users = [flat.unit] + [u for u in units if u is not flat.unit and flat in u.sources]
 
     # ------------------------------------------------------------------------------------- carrying out requests
@@ -94,24 +99,22 @@ class Step:
         if what == GATHER:
             flat.gather()
         elif what == REDUCE:
-            self._reduce(flat, flat.take_grad())
+            self._track(flat, flat.reduce())
         else:
-            self._captured = Reduction(flat, self._capturing)
+            self._captured = Reduction(flat, flat.reduce_apart(*self._capturing))
 
     def serve(self, what: int, index: int) -> None:
         """Takes part in a collective that only other ranks asked for."""
         flat = self.flats[index]
         if what == GATHER:
             flat.contribute()
-            return
-        zeros = torch.zeros(flat.layout.numel, dtype=flat.reduce_dtype, device=flat.device)
-        if what == REDUCE:
-            self._reduce(flat, zeros)
+        elif what == REDUCE:
+            self._track(flat, flat.reduce_nothing())
         else:
-            Reduction(flat, zeros).advance()
+            Reduction(flat, flat.reduce_nothing()).settle()
 
-    def _gather(self, unit: Unit) -> None:
-        for flat in unit.sources:
+    def _gather(self, flats: Iterable[FlatParam]) -> None:
+        for flat in flats:
             if flat.ready or (flat.buffer is not None and flat.holders > 1):
                 continue  # there already; or somebody computes with it, and must see the same values
             if flat.mesh.shard.size == 1 or flat.layout.numel == 0:
@@ -153,16 +156,18 @@ class Step:
 
     def gather(self, unit: Unit) -> None:
         """Makes a unit's full parameters complete, and starts the gather of the one that came next last time."""
-        self._gather(unit)
+        self._gather(unit.sources)
         self._sequence.append(unit)
         at, last = len(self._sequence), self._last_sequence
         if self.options.forward_prefetch and at < len(last) and last[at - 1] is unit:
-            self._gather(last[at])
+            self._gather(last[at].sources)
         for flat in unit.sources:
             flat.wait()
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """True where full parameters stay for backward: by strategy, or because backward begins with this unit."""
+        if not torch.is_grad_enabled():
+            return False
         if not self.options.drop_after_forward or unit is self.units[0]:
             return True
         last = self._last_sequence
@@ -196,12 +201,14 @@ class Step:
         at = self._positions.get(unit, 0)
         if self.options.backward_prefetch and at > 0:
             before = self._sequence[at - 1]
-            if before.weights_needed and not before.opened:
-                self._gather(before)
+            if not before.opened:
+                self._gather(flat for flat in before.sources if flat.needed_in_backward)
 
-    def gather_for_backward(self, unit: Unit) -> None:
-        self._gather(unit)
-        for flat in unit.sources:
+    def gather_for_backward(self, unit: Unit, everything: bool) -> None:
+        """Makes complete what the unit's backward needs: `everything` where it recomputes a forward."""
+        flats = [flat for flat in unit.sources if everything or flat.needed_in_backward]
+        self._gather(flats)
+        for flat in flats:
             flat.wait()
 
     def weights_for_backward(self, flat: FlatParam) -> torch.Tensor:
@@ -209,7 +216,7 @@ class Step:
         if flat.buffer is None or not flat._is_registered():
             self.open(flat.unit)
             if flat.buffer is None:
-                self._gather(flat.unit)
+                self._gather([flat])
         return flat.wait()
 
     def report(self, unit: Unit, arrived: list[tuple[Entry, torch.Tensor]], record: Record) -> None:
@@ -235,28 +242,25 @@ class Step:
     def _reduce_settled(self, unit: Unit) -> None:
         if self.sync:
             for flat in unit.sources:
-                if flat.grad is not None and flat.settled:
+                if flat.has_grad and flat.settled:
                     self.order.request(self, REDUCE, flat.index)
 
-    def _reduce(self, flat: FlatParam, grad: torch.Tensor) -> None:
+    def _track(self, flat: FlatParam, scatter: Work) -> None:
+        """Notes a reduction that has started, and finishes older ones so that few full gradients exist at a time."""
         while len(self._pending) > _IN_FLIGHT:
             self._pending.pop(0).finish()
         for reduction in self._pending:
             reduction.advance()
-        self._pending.append(Reduction(flat, grad))
+        self._pending.append(Reduction(flat, scatter))
 
     def capture(self, flat: FlatParam, indices: list[int], grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Reduces gradients now and returns the local pieces, without touching `param.grad`."""
-        held, flat.grad = flat.grad, None
-        touched = set(flat.touched)
-        flat.add_grads(indices, grads)
-        self._capturing, flat.grad, flat.touched = flat.take_grad(), held, touched
+        self._capturing = (indices, grads)
         self.order.request(self, CAPTURE, flat.index)
         reduction, self._captured = self._captured, None
+        del self._capturing
         assert reduction is not None
-        reduction.advance()
-        reduction._across.wait()
-        result = reduction.result.to(device=flat.shard.device, dtype=flat.shard.dtype)
+        result = reduction.settle()
         return [flat.local_piece(result, i) for i in indices]
 
     def _finish_backward(self) -> None:
@@ -265,7 +269,7 @@ class Step:
             self._close(unit)
         if self.sync:
             for flat in self.flats:
-                if flat.grad is not None:
+                if flat.has_grad:
                     self.order.request(self, REDUCE, flat.index)
         for flat in self.flats:
             flat.release()  # gathered ahead for a unit that backward did not reach
@@ -315,8 +319,7 @@ class Step:
         for flat in self.flats:
             flat.holders = 0
             flat.forget()
-            flat.grad = flat.reduced = None
-            flat.touched.clear()
+            flat.drop_grad()
         self._broken = self._backward_open = False
         self.order.broke_off(self)
 

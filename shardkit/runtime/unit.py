@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from . import precision
-from .flat_param import FlatParam
+from .flat_param import FlatParam, home_of
 from .recipes import Record, Use, pop_saved_weights, push_saved_weights
 
 if TYPE_CHECKING:
@@ -51,11 +51,10 @@ class Unit:
     these lie in, borrowed ones included. live: records of uses that still owe a gradient.
     """
 
-    def __init__(self, name: str, module: nn.Module, flats: list[FlatParam], entries: list[Entry], mp, weights_needed: bool):
+    def __init__(self, name: str, module: nn.Module, flats: list[FlatParam], entries: list[Entry], mp):
         self.name, self.module = name, module
         self.flats, self.entries = flats, entries
         self.mp = mp  # MixedPrecision or None
-        self.weights_needed = weights_needed  # False: backward can do without them (embeddings)
         self.step: Step
         self.ancestors: set[Unit] = set()
         self.live: set = set()
@@ -63,17 +62,20 @@ class Unit:
         self.opened = False  # full parameters are installed for backward
         self.entries_seen: set = set()  # by which methods the unit was entered outside of backward
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # of buffers that were cast, before the cast
-        self._fulls: list[torch.Tensor] | None = None
+        self._fulls: dict[int, torch.Tensor] | None = None
         self._pushed = False
         self.sources = list(dict.fromkeys(e.flat for e in self.entries))
-        self.slots = [
-            (m.__dict__ if attribute is None else m.__dict__[attribute], key, e.param)
+        # (container, key, local parameter) of every place of every entry
+        self._slots_of = [
+            [(m.__dict__ if attribute is None else m.__dict__[attribute], key, e.param) for m, attribute, key in e.places]
             for e in self.entries
-            for m, attribute, key in e.places
         ]
-        self._per_source = [
-            (flat, [i for i, e in enumerate(self.entries) if e.flat is flat]) for flat in self.sources
-        ]
+        self._slots = [slot for slots in self._slots_of for slot in slots]
+        # (flat parameter, positions among the entries, indices in the flat parameter)
+        self._per_source = []
+        for flat in self.sources:
+            positions = [i for i, e in enumerate(self.entries) if e.flat is flat]
+            self._per_source.append((flat, positions, [self.entries[i].index for i in positions]))
         self.on_output_grad = self._on_output_grad  # one object, registered as a hook on every output
 
     def __repr__(self) -> str:
@@ -118,6 +120,8 @@ class Unit:
         be now, or the checkpoint counts other tensors. Inside it, the checkpoint's hooks were the innermost.
         """
         self.step.open(self)
+        if not all(flat.ready for flat in self._flats_of(way_in[0])):
+            self._install(everything=True)  # rows were looked up, and will be again
         if way_in not in self.entries_seen:
             return fn(*args, **kwargs)
         if self.mp is not None and way_in[0] is self.module:
@@ -132,6 +136,13 @@ class Unit:
                 pop_saved_weights()
         return out
 
+    def _flats_of(self, module: nn.Module) -> list[FlatParam]:
+        """What a module of this unit computes with; the unit's own module stands for all of them."""
+        if module is self.module:
+            return self.sources
+        homes = (home_of(e.param) for e in self.entries if any(place[0] is module for place in e.places))
+        return [home[0] for home in homes if home is not None]
+
     def _enter(self) -> None:
         self.active += 1
         self._pushed = False
@@ -139,9 +150,10 @@ class Unit:
             for flat in self.sources:
                 flat.holders += 1
             self.step.gather(self)
-            record, self._fulls = self._make_fulls()
-            for (container, key, _), full in zip(self.slots, self._spread(self._fulls), strict=True):
-                container[key] = full
+            record, self._fulls = self._make_fulls(self._per_source)
+            for position, full in self._fulls.items():
+                for container, key, _ in self._slots_of[position]:
+                    container[key] = full
             if record is not None:
                 record.owes()
                 del record  # from here on it lives as long as the graph
@@ -152,26 +164,15 @@ class Unit:
             self._let_go()
             raise
 
-    def _spread(self, fulls: list[torch.Tensor]):
-        """Full parameters repeated for every place: one per slot."""
-        for entry, full in zip(self.entries, fulls, strict=True):
-            for _ in entry.places:
-                yield full
-
-    def _make_fulls(self) -> tuple[Record | None, list[torch.Tensor]]:
-        """Full parameters, one per entry; differentiable where the local parameter is and grad mode is on."""
-        if len(self._per_source) == 1:
-            flat, _ = self._per_source[0]
-            fulls = flat.views([e.index for e in self.entries])
-        else:
-            fulls = [None] * len(self.entries)  # type: ignore[list-item]
-            for flat, positions in self._per_source:
-                views = flat.views([self.entries[i].index for i in positions])
-                for i, view in zip(positions, views, strict=True):
-                    fulls[i] = view
+    def _make_fulls(self, sources) -> tuple[Record | None, dict[int, torch.Tensor]]:
+        """Full parameters of some flat parameters, by position among the entries; differentiable where the local
+        parameter is and grad mode is on."""
+        fulls: dict[int, torch.Tensor] = {}
+        for flat, positions, indices in sources:
+            fulls.update(zip(positions, flat.views(indices), strict=True))
         if not torch.is_grad_enabled():
             return None, fulls
-        trained = [i for i, e in enumerate(self.entries) if e.param.requires_grad]
+        trained = [i for i in fulls if self.entries[i].param.requires_grad]
         if not trained:
             return None, fulls
         record = Record(self, trained)
@@ -179,8 +180,7 @@ class Unit:
             used = Use.apply(
                 record, [fulls[i] for i in trained], self.step.anchor, *(_edge(self.entries[i].param) for i in trained)
             )
-        for i, full in zip(trained, used, strict=True):
-            fulls[i] = full
+        fulls.update(zip(trained, used, strict=True))
         return record, fulls
 
     def _exit(self) -> None:
@@ -195,10 +195,10 @@ class Unit:
 
     def _let_go(self) -> None:
         self.active -= 1
-        keep = torch.is_grad_enabled() and self.step.keeps_after_forward(self)
+        keep = self.step.keeps_after_forward(self)
         for flat in self.sources:
             flat.holders -= 1
-            if not keep and not self.opened:
+            if not self.opened and not (keep and (flat.needed_in_backward or not self.step.options.drop_after_forward)):
                 flat.release()
 
     def _keep_changes(self) -> None:
@@ -206,12 +206,13 @@ class Unit:
         fulls = self._fulls
         if fulls is None or torch.is_inference_mode_enabled():
             return
-        for entry, full in zip(self.entries, fulls, strict=True):
+        for position, full in fulls.items():
             if full._version:
+                entry = self.entries[position]
                 entry.flat.write_back(entry.index, full)
 
     def _restore(self) -> None:
-        for container, key, param in self.slots:
+        for container, key, param in self._slots:
             container[key] = param
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -227,13 +228,16 @@ class Unit:
         self.opened = True
         for flat in self.sources:
             flat.holders += 1
-        if not self.weights_needed:
-            return
-        self.step.gather_for_backward(self)
+        self._install(everything=False)
+
+    def _install(self, everything: bool) -> None:
+        self.step.gather_for_backward(self, everything)
+        sources = [s for s in self._per_source if everything or s[0].needed_in_backward]
         with torch.enable_grad():
-            _, fulls = self._make_fulls()
-        for (container, key, _), full in zip(self.slots, self._spread(fulls), strict=True):
-            container[key] = full
+            _, fulls = self._make_fulls(sources)
+        for position, full in fulls.items():
+            for container, key, _ in self._slots_of[position]:
+                container[key] = full
 
     def close_after_backward(self) -> None:
         """Undoes `install_for_backward`, and drops the full parameters if the strategy says so."""

@@ -5,16 +5,19 @@
     describe(model)                                     a table of what was made
     full_state_dict, load_full_state_dict               whole weights in and out
     full_optim_state_dict, load_full_optim_state_dict   whole optimizer state in and out
+    save_checkpoint, load_checkpoint                    sharded checkpoints, for any number of ranks
 
 Importing shardkit imports torch alone.
 """
 
 from .api import FullyShardedDataParallel, auto_wrap
 from .checkpoint.full import full_state_dict, load_full_state_dict
+from .checkpoint.load import load_checkpoint
 from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
+from .checkpoint.save import save_checkpoint
 from .config import CPUOffload, MixedPrecision
 from .describe import Description, describe
-from .errors import ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
+from .errors import CheckpointError, ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
 from .local_shard import LocalShard
 from .wrap import size_policy
 
@@ -22,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffload",
+    "CheckpointError",
     "ConfigError",
     "Description",
     "FullyShardedDataParallel",
@@ -35,7 +39,9 @@ __all__ = [
     "describe",
     "full_optim_state_dict",
     "full_state_dict",
+    "load_checkpoint",
     "load_full_optim_state_dict",
     "load_full_state_dict",
+    "save_checkpoint",
     "size_policy",
 ]

@@ -100,7 +100,8 @@ def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any]) -
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected an nn.Module to shard, got {type(module).__name__}.")
     mesh_arg = options.pop("device_mesh", None)
-    ignored_modules, ignored_params = _ignored(options.pop("ignored_modules", None), options.pop("ignored_states", None))
+    ignored = options.pop("ignored_modules", None), options.pop("ignored_states", None)
+    ignored_modules, ignored_params = _ignored(*ignored)
     checked = _options(options)
     nested = find_units(module, policy, ignored_modules)
     existing = {m for m in module.modules() for inner in [unit_of(m)] if inner is not None}
@@ -138,7 +139,9 @@ def _ignored(modules, states) -> tuple[set[nn.Module], set[nn.Parameter]]:
     given = [*(modules or ()), *(states or ())]
     for item in given:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise ConfigError(f"ignored_modules/ignored_states holds a {type(item).__name__}; expected modules or parameters.")
+            raise ConfigError(
+                f"ignored_modules or ignored_states holds a {type(item).__name__}; expected modules or parameters."
+            )
     roots = [item for item in given if isinstance(item, nn.Module)]
     return {m for root in roots for m in root.modules()}, {p for p in given if isinstance(p, nn.Parameter)}
 

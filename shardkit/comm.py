@@ -251,7 +251,7 @@ class Group:
         return out
 
     def gather_object(self, value) -> list:
-        """On the first rank every rank's picklable `value`, in rank order; elsewhere an empty list. A blocking host call."""
+        """On the first rank every rank's picklable `value`, in rank order; elsewhere an empty list. Blocks."""
         if self.size == 1:
             return [value]
         out = [None] * self.size if self.rank == 0 else None
@@ -349,7 +349,7 @@ def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool
         )
     if device_mesh is not None and process_group is not None:
         raise ConfigError("device_mesh and process_group were both given. Pass one of them.")
-    pair = (None, None)
+    pair: tuple[ProcessGroup | None, ProcessGroup | None] = (None, None)
     if device_mesh is not None:
         if device_mesh.ndim == 1:
             pair = (device_mesh.get_group(), None)
@@ -361,12 +361,11 @@ def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool
             )
     elif isinstance(process_group, (tuple, list)):
         if len(process_group) != 2:
-            raise ConfigError(f"process_group has {len(process_group)} entries; a pair is (shard group, replicate group).")
-        pair = tuple(process_group)
+            raise ConfigError(f"process_group has {len(process_group)} entries; expected (shard group, replicate group).")
+        pair = (process_group[0], process_group[1])
     else:
-        pair = (process_group if process_group is not None else dist.group.WORLD, None)
-        if mesh2d:
-            pair = _split_by_node(pair[0])
+        given = process_group if process_group is not None else dist.group.WORLD
+        pair = _split_by_node(given) if mesh2d else (given, None)
     if pair[0] is dist.GroupMember.NON_GROUP_MEMBER or pair[1] is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"rank {dist.get_rank()} is not a member of the process group that was given.")
     inner, outer = _group(pair[0]), _group(pair[1])

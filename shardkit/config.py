@@ -53,7 +53,7 @@ class CPUOffload:
 class Strategy:
     """What is dropped when. One instance per name in `STRATEGIES`; see the table in docs/design.md."""
 
-    def __init__(self, name: str, *, after_forward: bool, after_backward: bool, shard: bool = True, mesh2d: bool = False):
+    def __init__(self, name: str, *, after_forward: bool, after_backward: bool, shard=True, mesh2d=False):
         self.name = name
         self.drop_after_forward = after_forward
         self.drop_after_backward = after_backward

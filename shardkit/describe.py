@@ -45,7 +45,7 @@ class Description:
     rows: tuple[UnitRow, ...]
 
     def __str__(self) -> str:
-        head = ("unit", "module", "parameters", "trainable", "dtype", "padding", "shard", "full", "sent/step")
+        head = ("unit", "module", "parameters", "trainable", "dtype", "pad elements", "shard", "full", "sent/step")
         body = [
             (r.name or "(root)", r.module, f"{r.parameters:,}", f"{r.trainable:,}", r.dtypes)
             + (f"{r.padding:,}", *(_size(n) for n in (r.shard_bytes, r.full_bytes, r.sent_bytes)))
@@ -55,9 +55,9 @@ class Description:
         sizes = [_size(sum(getattr(r, f) for r in self.rows)) for f in ("shard_bytes", "full_bytes", "sent_bytes")]
         body.append(("total", "", f"{total[0]:,}", f"{total[1]:,}", "", f"{total[2]:,}", *sizes))
         widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-        lines = [f"{self.strategy}: {self.shard_ranks} ranks share each parameter, {self.replicas} hold each piece"]
+        lines = [f"strategy {self.strategy}: {self.shard_ranks} shards x {self.replicas} replicas"]
         for row in [head, *body]:
-            cells = (c.ljust(w) if i in (0, 1, 4) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            cells = [c.ljust(w) if i in (0, 1, 4) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
             lines.append("  ".join(cells).rstrip())
         lines += [f"{r.name or '(root)'} borrows {', '.join(r.borrows)}" for r in self.rows if r.borrows]
         return "\n".join(lines)
@@ -81,7 +81,8 @@ def describe(model: nn.Module) -> Description:
 def _row(step: Step, unit: Unit) -> UnitRow:
     flats = unit.flats
     dtypes = dict.fromkeys(
-        _short(f.shard.dtype) + (f" as {_short(f.compute_dtype)}" if f.compute_dtype != f.shard.dtype else "") for f in flats
+        _short(f.shard.dtype) + ("" if f.compute_dtype == f.shard.dtype else f" as {_short(f.compute_dtype)}")
+        for f in flats
     )
     return UnitRow(
         name=unit.name,

@@ -1,15 +1,18 @@
 """The two files that describe a checkpoint: `.metadata`, for `torch.distributed.checkpoint`, and `shardkit.json`.
 
-`.metadata` alone is a checkpoint for every tool that reads DCP's. `shardkit.json` adds what DCP has no place for: where in
-each record the elements are, checksums, versions, and which ranks wrote. Each data file `__<rank>_0.distcp` has a
-`__<rank>_0.json` with its records, so that a rank reads the descriptions of the files it reads from, and no others.
+`.metadata` alone is a checkpoint for every tool that reads DCP's. `shardkit.json` adds what DCP has no place for:
+lengths and checksums of all files, versions, the number of ranks. Each data file `__<rank>_0.distcp` has a description
+`__<rank>_0.json`: where in each record the elements are, and their checksums. A rank reads the descriptions of the files
+it reads from, and no others.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pickle
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 
 from ..errors import CheckpointError
 from .files import INDEX, METADATA
-from .records import Extent, Reader
+from .records import Extent, Reader, strides_of
 from .saved import Record, SavedTensor
 
 FORMAT = 1
@@ -69,9 +72,8 @@ def make_metadata(records: list[Written]) -> bytes:
 
 def make_index(metadata: bytes, files: dict[str, dict], facts: dict[str, Any]) -> bytes:
     """The contents of `shardkit.json`. `files`: for each, its length and the checksum of its description."""
-    from .. import __version__
-
-    index = {"format": FORMAT, "shardkit": __version__, "torch": torch.__version__, "saved": time.time(), **facts}
+    version = sys.modules[__name__.partition(".")[0]].__version__
+    index = {"format": FORMAT, "shardkit": version, "torch": torch.__version__, "saved": time.time(), **facts}
     index |= {"metadata": {"bytes": len(metadata), "crc": zlib.crc32(metadata)}, "files": files}
     return _sealed(index)
 
@@ -103,7 +105,7 @@ class Checkpoint:
         self.index = self._read_index()
         raw = self._read_small(METADATA)
         if self.index is not None and _facts(raw) != self.index["metadata"]:
-            raise CheckpointError(f"{folder / METADATA} is damaged: it is not what was written. Load another checkpoint.")
+            raise CheckpointError(f"{folder / METADATA} is damaged: it is not what was written. Load another one.")
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, Record] = {}
         self._descriptions: dict[str, dict] = {}
@@ -120,8 +122,6 @@ class Checkpoint:
 
     def read_object(self, name: str) -> Any:
         """An object of the checkpoint. Unpickles it, as `dcp.load` does: load checkpoints that you trust."""
-        import io
-
         record = self.objects[name]
         if self.index is None:
             data = self.reader.read(record.file, record.offset, record.length)
@@ -135,8 +135,6 @@ class Checkpoint:
         """A tensor of the checkpoint, its records located where shardkit wrote them."""
         saved = self.tensors[name]
         if self.index is not None:
-            from .records import strides_of
-
             for r in saved.records:
                 r.extent = r.extent or self._extent(r, saved.dtype, r.sizes, strides_of(r.sizes))
         return saved
@@ -167,8 +165,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / INDEX} is damaged ({error}). Load another checkpoint.") from error
         if index["format"] > FORMAT:
             raise CheckpointError(
-                f"{self.folder} has format {index['format']}, written by shardkit {index['shardkit']}; this version reads "
-                f"up to {FORMAT}. Upgrade shardkit."
+                f"{self.folder} has format {index['format']}, written by shardkit {index['shardkit']}; this version "
+                f"reads up to {FORMAT}. Upgrade shardkit."
             )
         return index
 
@@ -179,18 +177,19 @@ class Checkpoint:
             return pickle.loads(raw)
         except Exception as error:
             raise CheckpointError(
-                f"{self.folder / METADATA} is damaged, or was written by a version of torch that this one does not read: "
-                f"{type(error).__name__}: {error}"
+                f"{self.folder / METADATA} is damaged, or was written by a version of torch that this one does not "
+                f"read: {type(error).__name__}: {error}"
             ) from error
 
     def _unpack(self, metadata: Any) -> None:
         planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        self.paths: dict[str, tuple] = {name: tuple(planned.get(name, (name,))) for name in metadata.state_dict_metadata}
-        for name, entry in metadata.state_dict_metadata.items():
+        names = metadata.state_dict_metadata
+        self.paths: dict[str, tuple] = {name: tuple(planned.get(name, (name,))) for name in names}
+        sizes: dict[str, dict[tuple, tuple]] = {}
+        for name, entry in names.items():
             if hasattr(entry, "chunks"):
                 self.tensors[name] = SavedTensor(name, tuple(entry.size), entry.properties.dtype, [])
-                sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-                self.tensors[name].sizes = sizes  # type: ignore[attr-defined]
+                sizes[name] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
         for index, where in metadata.storage_data.items():
             if getattr(where, "transform_descriptors", None):
                 raise CheckpointError(
@@ -202,7 +201,7 @@ class Checkpoint:
                 self.objects[index.fqn] = Record((), (), where.relative_path, where.offset, where.length)
                 continue
             offsets = tuple(index.offset) if index.offset is not None else tuple(0 for _ in saved.shape)
-            box = saved.sizes[offsets]  # type: ignore[attr-defined]
+            box = sizes[index.fqn][offsets]
             saved.records.append(Record(offsets, box, where.relative_path, where.offset, where.length))
 
     def _extent(self, record: Record, dtype: torch.dtype, sizes: tuple, strides: tuple) -> Extent:

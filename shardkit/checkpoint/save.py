@@ -26,9 +26,9 @@ from ..layout import rectangles
 from . import files, records
 from .agreement import together
 from .full import steps_of
-from .metadata import Written, description_of, describe_file, make_index, make_metadata, name_of
+from .metadata import Written, describe_file, description_of, make_index, make_metadata, name_of
 from .saved import Box
-from .snapshot import Piece, Snapshot, Whole, take, world_of
+from .snapshot import Piece, Snapshot, Whole, pickled, take, world_of
 
 RANK_STATE = "shardkit_rank_state"
 
@@ -44,19 +44,20 @@ def save_checkpoint(
 ) -> None:
     """Saves a sharded model, its optimizer and whatever else to the folder `path`, which all ranks must see.
 
-    The folder is what `torch.distributed.checkpoint` writes and reads, for any number of ranks. It appears, or replaces
-    the checkpoint of that name, in one step, once all ranks have written; whatever happens before, the previous one
-    stays. Then the file `latest` beside it names it.
+    The folder is what `torch.distributed.checkpoint` writes and reads, for any number of ranks. It appears, or
+    replaces the checkpoint of that name, in one step, once all ranks have written; whatever happens before, the
+    previous one stays. Then the file `latest` beside it names it.
 
     Args:
         path: folder of this checkpoint, as `run/step_200`.
         optim: its state is saved under parameter names; those of frozen or ignored parameters included.
-        keep: number of complete checkpoints to keep beside `path`, this one included; older ones are removed. None: all.
+        keep: number of complete checkpoints to keep beside `path`, this one included; older ones are removed.
+            None: all of them.
         verify: read everything back from the file system and compare checksums before the folder becomes visible.
             Lengths are compared in any case.
-        **extra: anything with `state_dict()` (a scheduler, a scaler), or that can be pickled (the position in the data,
-            random states). LocalShards in dictionaries, an average of the weights say, are saved sharded. What is not
-            the same on all ranks is saved for each of them.
+        **extra: anything with `state_dict()` (a scheduler, a scaler), or that can be pickled (the position in the
+            data, random states). LocalShards in dictionaries, an average of the weights say, are saved sharded. What
+            is not the same on all ranks is saved for each of them.
 
     Collective over the model's ranks: four small object gathers; no tensor is communicated.
 
@@ -146,7 +147,8 @@ class _Done:
 def _write_file(folder: Path, plan: _Plan, snapshot: Snapshot, rank: int, verify: bool) -> _Done:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} was made by the first rank and is not there: a checkpoint needs a file system that all ranks share."
+            f"{folder} was made by the first rank and is not there: a checkpoint needs a file system that all ranks "
+            "share."
         )
     writer = _Writer(folder, f"__{rank}_0.distcp")
     with writer:
@@ -198,9 +200,7 @@ class _Writer:
             shape = tuple(value.shape)
             self.tensor(path, shape, value.detach().reshape(-1), [(tuple(0 for _ in shape), shape)])
         else:
-            from .snapshot import _pickled
-
-            self.content(path, _pickled(value))
+            self.content(path, pickled(value))
 
     def tensor(self, path: tuple, shape: tuple[int, ...], flat: torch.Tensor, boxes: list[Box]) -> None:
         """Writes boxes of a tensor of `shape`, which follow one another in `flat` (1-D)."""
@@ -259,7 +259,7 @@ def _publish(temporary: Path, path: Path, everything: list[_Done], plan: _Plan, 
     for done in everything:
         size = (temporary / done.file).stat().st_size
         if size != done.facts["bytes"]:
-            raise CheckpointError(f"{temporary / done.file} has {size} bytes, and its rank wrote {done.facts['bytes']}.")
+            raise CheckpointError(f"{temporary / done.file} has {size} bytes; its rank wrote {done.facts['bytes']}.")
     metadata = make_metadata(written)
     facts = {"world_size": world, "per_rank": sorted(plan.per_rank)}
     files.write_file(temporary / files.METADATA, metadata)

@@ -99,7 +99,7 @@ def take(model: nn.Module, optim: torch.optim.Optimizer | None, extra: dict[str,
     if optim is not None:
         _take_optimizer(model, optim, out)
     for name, value in extra.items():
-        out.extra[name] = _pickled(_without_shards(_state_of(value), (name,), flats, out))
+        out.extra[name] = pickled(_without_shards(_state_of(value), (name,), flats, out))
     return out
 
 
@@ -115,8 +115,8 @@ def world_of(steps: list[Step]):
     worlds = {tuple(step.mesh.world.ranks) for step in steps}
     if len(worlds) > 1:
         raise ConfigError(
-            f"the model's sharded parts live on different sets of ranks, {sorted(worlds)}: one checkpoint is written by "
-            "one set. Save the parts one by one."
+            f"the model's sharded parts live on different sets of ranks, {sorted(worlds)}: one checkpoint is written "
+            "by one set. Save the parts one by one."
         )
     return steps[0].mesh.world
 
@@ -151,7 +151,7 @@ def _take_optimizer(model: nn.Module, optim: torch.optim.Optimizer, out: Snapsho
         options = {**group, "params": [names[p] for p in group["params"]]}
         out.wholes.extend(Whole(("optim", "param_groups", number, k), v) for k, v in options.items())
     if odd:
-        out.local_state = _pickled(odd)
+        out.local_state = pickled(odd)
 
 
 def _state_of(value: Any) -> Any:
@@ -175,7 +175,7 @@ def _holds_shards(value: Any) -> bool:
     return isinstance(value, LocalShard) or (isinstance(value, Mapping) and any(map(_holds_shards, value.values())))
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

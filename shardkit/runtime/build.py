@@ -12,7 +12,8 @@ from ..config import MixedPrecision, Options
 from ..errors import ConfigError, PlanMismatchError
 from . import precision
 from .flat_param import FlatParam, home_of
-from .managed import manage, unit_of
+from .managed import KeepsPrecision, manage, unit_of
+from .materialise import Materialiser
 from .step import Step
 from .unit import Entry, Unit
 
@@ -47,34 +48,56 @@ def build(
     Raises ConfigError for what cannot be wrapped, PlanMismatchError on all ranks where ranks differ.
     """
     existing = _existing_units(root)
-    drafts = _draft(root, dict((m, name) for name, m in nested), existing, ignored_modules, ignored_params)
+    drafts = _draft(root, {m for _, m in nested}, existing, ignored_modules, ignored_params)
     _compare_plans(drafts, mesh, options)
     device = _compute_device(drafts, options)
-    _materialise(drafts, device, options)
-    _agree_on_weights(drafts, root, mesh, options, ignored_modules)
+    all_low = _is_all_low(drafts, mesh, options)
+    borrowers = _borrowers(drafts)
 
     homes: dict[nn.Parameter, tuple[FlatParam, int]] = {}
-    units: list[Unit] = []
-    borrowers = _borrowers(drafts)
-    all_low = _is_all_low(drafts, mesh, options)
-    for draft in drafts:
-        flats = _make_flats(draft, borrowers, mesh, options, device, all_low)
-        for flat in flats:
-            homes.update((p, (flat, i)) for i, p in enumerate(flat.params))
-        units.append(_make_unit(draft, flats, homes, options))
-        for flat in flats:
-            flat.unit = units[-1]
+    flats: dict[_Draft, list[FlatParam]] = {}
+    materialiser = Materialiser(root, device, options.param_init_fn)
+    for module, draft, is_last in _in_tree_order(root, drafts):
+        # Values are made in the order in which building the model would have made them, so that random numbers fall
+        # on the same weights; and a unit is sharded as soon as it is complete, so that only one is whole at a time.
+        materialiser.fill(module)
+        if is_last:
+            _agree_on_weights(draft, mesh, options)
+            flats[draft] = _make_flats(draft, borrowers, mesh, options, device, all_low)
+            homes.update((p, (flat, i)) for flat in flats[draft] for i, p in enumerate(flat.params))
+    units = [_make_unit(draft, flats[draft], homes, options) for draft in drafts]
     for draft, unit in zip(drafts, units, strict=True):
+        for flat in unit.flats:
+            flat.unit = unit
         for module in draft.modules:
-            _move_buffers(module, device)
-            if options.mixed_precision is not None:
-                cast = precision.cast_buffers(options.mixed_precision, module)
-                unit.buffer_dtypes.update({(module, name): dtype for name, dtype in cast.items()})
-            if module is draft.module:
-                manage(module, unit, mixin, ("forward", *(options.forward_methods if module is root else ())))
-            elif _is_concerned(module, unit):
-                manage(module, unit)
+            _take_over(module, unit, root, device, options, mixin)
     return Step(units + existing, mesh, options)
+
+
+def _in_tree_order(root: nn.Module, drafts: list[_Draft]):
+    """(module, its draft, whether it is the draft's last) in the order of `root.modules()`."""
+    draft_of = {module: draft for draft in drafts for module in draft.modules}
+    for module in root.modules():
+        draft = draft_of.get(module)
+        if draft is not None:
+            yield module, draft, module is draft.modules[-1]
+
+
+def _take_over(module, unit: Unit, root, device, options: Options, mixin: type) -> None:
+    """Gives a module of a unit the class, the device and the dtypes it needs."""
+    _move_buffers(module, device)
+    mp = options.mixed_precision
+    kept = False
+    if mp is not None:
+        cast = precision.cast_buffers(mp, module)
+        unit.buffer_dtypes.update({(module, name): dtype for name, dtype in cast.items()})
+        kept = mp.param_dtype is not None and precision.computes_apart(mp, module)
+    if module is unit.module:
+        manage(module, unit, mixin, ("forward", *(options.forward_methods if module is root else ())))
+    elif kept:
+        manage(module, unit, KeepsPrecision)
+    elif _is_concerned(module, unit):
+        manage(module, unit)
 
 
 # ------------------------------------------------------------------------------------------------------ drafting
@@ -201,32 +224,31 @@ def dataclass_summary(options: Options) -> str:
     return f"{options.sharding_strategy} {options.drop_after_forward} {options.mixed_precision} {options.cpu_offload}"
 
 
-def _agree_on_weights(drafts, root, mesh: Mesh, options: Options, ignored_modules) -> None:
+def _agree_on_weights(draft: _Draft, mesh: Mesh, options: Options) -> None:
+    """Takes the first rank's parameters and buffers, or raises PlanMismatchError on all ranks if they differ."""
     if mesh.world.size == 1 or mesh.world.backend == "fake":
         return
     if options.sync_module_states:
-        for draft in drafts:
-            tensors = [p.data for p in draft.owned]
-            for module in draft.modules:
-                tensors += [b for b in module._buffers.values() if b is not None]
-            for tensor in tensors:
-                whole = tensor.contiguous()
-                mesh.world.broadcast(whole).wait()
-                if whole is not tensor:
-                    tensor.copy_(whole)
+        tensors = [p.data for p in draft.owned]
+        tensors += [b for module in draft.modules for b in module._buffers.values() if b is not None]
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            mesh.world.broadcast(whole).wait()
+            if whole is not tensor:
+                tensor.copy_(whole)
         return
-    sums = [(name, _checksum(param)) for draft in drafts for param, (name, _) in draft.owned.items()]
-    everyone = mesh.world.all_gather_object(zlib.crc32(repr(sums).encode()))
-    if len(set(everyone)) > 1:
-        details = mesh.world.all_gather_object(sums)
-        for rank, other in enumerate(details):
-            different = [a[0] for a, b in zip(details[0], other, strict=True) if a != b]
-            if different:
-                raise PlanMismatchError(
-                    f"{different[0]} and {len(different) - 1} more parameters differ between ranks "
-                    f"{mesh.world.ranks[0]} and {mesh.world.ranks[rank]}; sharding would mix two models. Seed every "
-                    "rank alike before building the model, or pass sync_module_states=True to take the first rank's."
-                )
+    sums = [(name, _checksum(param)) for param, (name, _) in draft.owned.items()]
+    if len(set(mesh.world.all_gather_object(zlib.crc32(repr(sums).encode())))) == 1:
+        return
+    details = mesh.world.all_gather_object(sums)
+    for rank, other in enumerate(details):
+        different = [mine[0] for mine, theirs in zip(details[0], other, strict=True) if mine != theirs]
+        if different:
+            raise PlanMismatchError(
+                f"{different[0]} and {len(different) - 1} more parameters of unit {draft.name or '(root)'!r} differ "
+                f"between ranks {mesh.world.ranks[0]} and {mesh.world.ranks[rank]}; sharding would mix two models. Seed "
+                "every rank alike before building the model, or pass sync_module_states=True to take the first rank's."
+            )
 
 
 def _checksum(param: nn.Parameter) -> int:
@@ -235,8 +257,9 @@ def _checksum(param: nn.Parameter) -> int:
         return 0
     if data.is_complex():
         data = torch.view_as_real(data).view(-1)
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    return int(data.view(integers).sum(dtype=torch.int64)) if data.dtype != torch.bool else int(data.sum())
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
+    # In pieces, because an integer sum first converts its whole input to int64.
+    return sum(int(piece.sum()) for piece in data.view(integers).split(1 << 20))
 
 
 # ------------------------------------------------------------------------------------------------------- dtypes
@@ -288,47 +311,6 @@ def _compute_device(drafts: list[_Draft], options: Options) -> torch.device:
     if len(devices) > 1:
         raise ConfigError(f"the model's parameters are on several devices: {sorted(map(str, devices))}. Use one a rank.")
     return devices.pop()
-
-
-def _materialise(drafts: list[_Draft], device: torch.device, options: Options) -> None:
-    """Gives memory and values to modules that were built on the meta device, in the order of the module tree."""
-    for draft in drafts:
-        for module in draft.modules:
-            own = [*module._parameters.values(), *module._buffers.values()]
-            if not any(t is not None and t.device.type == "meta" for t in own):
-                continue
-            init = options.param_init_fn or _own_initialiser(module)
-            places = {p: draft.places[p] for p in module._parameters.values() if p in draft.places}
-            named = dict(module._parameters)
-            module.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                init(module)
-            for key, old in named.items():
-                new = module._parameters[key]
-                if old is not None and new is not old and old in places:
-                    _replace(drafts, old, new)
-
-
-def _own_initialiser(module: nn.Module):
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise ConfigError(
-            f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(). Pass "
-            "param_init_fn=, a function that initialises one module."
-        )
-    return lambda m: reset()
-
-
-def _replace(drafts: list[_Draft], old: nn.Parameter, new: nn.Parameter) -> None:
-    """`to_empty` makes new parameters: every place that held the old one gets the new one."""
-    for draft in drafts:
-        if old in draft.owned:
-            draft.owned = {new if p is old else p: v for p, v in draft.owned.items()}
-        if old in draft.places:
-            draft.places = {new if p is old else p: v for p, v in draft.places.items()}
-            for module, attribute, key in draft.places[new]:
-                container = module.__dict__ if attribute is None else module.__dict__[attribute]
-                container[key] = new
 
 
 def _is_concerned(module: nn.Module, unit: Unit) -> bool:

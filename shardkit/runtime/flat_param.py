@@ -1,4 +1,4 @@
-"""One flat parameter: the parameters of a unit that share dtypes, end to end in one buffer, of which each rank keeps a slice.
+"""One flat parameter: parameters of a unit that share dtypes, end to end in one buffer, of which each rank keeps a slice.
 
     shard    1-D, `layout.shard_numel` elements of the master dtype, on every rank: what the optimizer updates.
              Every local parameter's `.data` is a view of it.
@@ -82,6 +82,7 @@ class FlatParam:
         self.buffer: torch.Tensor | None = None
         self.holders = 0  # units that compute with the buffer right now
         self._work: Work | None = None
+        self._deposited = False  # a gradient has arrived since the buffer was gathered
         self._seen: tuple[int, ...] = ()  # the local parameters' versions when the buffer was gathered
 
         self._parts: dict[int, torch.Tensor] = {}
@@ -157,8 +158,8 @@ class FlatParam:
         for i, (p, (lo, n, shape)) in enumerate(zip(self.params, self._local_views, strict=True)):
             if p.dtype != first.dtype:
                 raise StateError(
-                    f"{self.names[i]} became {p.dtype} while {self.names[0]}, of the same flat parameter, is {first.dtype}. "
-                    "Convert the whole model, or wrap after converting."
+                    f"{self.names[i]} became {p.dtype} while {self.names[0]}, of the same flat parameter, is "
+                    f"{first.dtype}. Convert the whole model, or wrap after converting."
                 )
             if tuple(p.shape) == shape:
                 piece = p.detach().reshape(-1)
@@ -167,8 +168,8 @@ class FlatParam:
                 piece = p.detach().reshape(-1)[start:stop]
             else:
                 raise StateError(
-                    f"{self.names[i]}.data has shape {tuple(p.shape)}, which is neither this rank's piece {shape} nor the "
-                    f"whole parameter {self.layout.shapes[i]}. Assign one of these."
+                    f"{self.names[i]}.data has shape {tuple(p.shape)}, which is neither this rank's piece {shape} nor "
+                    f"the whole parameter {self.layout.shapes[i]}. Assign one of these."
                 )
             if n and piece.data_ptr() != shard[lo : lo + n].data_ptr():
                 shard[lo : lo + n].copy_(piece)
@@ -185,6 +186,7 @@ class FlatParam:
             self.buffer = self.shard
         else:
             self._seen = tuple(p._version for p in self.params)
+            self._deposited = False
             buffer = self.buffer if self.persistent else None
             if buffer is None:
                 buffer = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
@@ -225,6 +227,19 @@ class FlatParam:
         if self.is_whole:
             return self._is_registered()
         return self._is_registered() and self._seen == tuple(p._version for p in self.params)
+
+    def may_be_stale(self, mode_changed: bool) -> bool:
+        """Whether, between two forwards, somebody may have changed the parameters since the buffer was gathered.
+
+        Version counters are not enough: fused optimizers and writes through `.data` move none. What is kept only for
+        a backward is good as long as that backward may come. What is kept between steps (zero1, zero2) is good while
+        no gradient is there to step with, and the mode, around whose changes loops exchange weights (EMA), is the same.
+        """
+        if not self.ready:
+            return True
+        if not self.persistent:
+            return self.settled
+        return mode_changed or self._deposited or any(p.grad is not None for p in self.params)
 
     def _is_registered(self) -> bool:
         return self.step.storages.get(self.buffer.untyped_storage()._cdata) is self  # type: ignore[union-attr]
@@ -379,10 +394,10 @@ class FlatParam:
     def deposit(self, reduced: torch.Tensor, used: set[int]) -> None:
         """Puts a reduced gradient (1-D, as the local shard) at `param.grad`, adding to what is there; then runs the
         hooks that users put on the parameters, with the reduced local gradient, as autograd would."""
-        reduced = reduced.to(device=self.shard.device, dtype=self.shard.dtype)
+        self._deposited = True
         for i in sorted(used):
             p = self.params[i]
-            grad = self.local_piece(reduced, i)
+            grad: torch.Tensor = self.local_piece(reduced, i)
             for hook in (p._backward_hooks or {}).values():
                 changed = hook(grad)
                 grad = grad if changed is None else changed

@@ -2,8 +2,8 @@
 
 Every module that keeps sharded parameters becomes a `Managed`; the root of a unit becomes what `api` asks for (a
 `FullyShardedDataParallel`). The generated class is a subclass of that mixin and of the class the module had, and keeps
-the latter's name, so `isinstance`, `generate`, `config` and code that decides by class name go on working, and parameter
-names get no prefix. What a Managed adds:
+the latter's name, so `isinstance`, `generate`, `config` and code that decides by class name go on working, and
+parameter names get no prefix. What a Managed adds:
 
 - called or run by `forward` from outside its unit, it runs inside the unit: parameters are full while it computes
 - `state_dict()` yields `LocalShard`s; `load_state_dict()` takes full tensors or LocalShards, without communication
@@ -22,6 +22,7 @@ import torch.nn as nn
 
 from ..errors import StateError
 from ..local_shard import LocalShard
+from . import precision
 from .flat_param import home_of
 from .unit import Unit
 
@@ -50,7 +51,7 @@ class Managed(nn.Module):
         self.__dict__[_UNIT].step.check_idle("state_dict()")
         for name, param in self._parameters.items():
             home = home_of(param) if param is not None else None
-            if home is not None and prefix + name in destination:
+            if param is not None and home is not None and prefix + name in destination:
                 flat, index = home
                 flat.absorb()
                 destination[prefix + name] = LocalShard.wrap(param, flat.infos[index])
@@ -82,6 +83,25 @@ class Managed(nn.Module):
             f"{type(self).__name__} is sharded and cannot be pickled: its memory is spread over ranks. Save "
             "shardkit.full_state_dict(model), or a sharded checkpoint, instead."
         )
+
+
+class KeepsPrecision(Managed):
+    """A module that computes in float32 inside a low-precision unit: floating-point inputs are raised, and outputs
+    lowered again to the unit's dtype, so that what follows computes as before."""
+
+    def __call__(self, *args, **kwargs):
+        mp = self.__dict__[_UNIT].mp
+        args = precision.cast_floats(args, torch.float32)
+        kwargs = precision.cast_floats(kwargs, torch.float32)
+        with torch.autocast(_device_type(args, kwargs), enabled=False):
+            out = super().__call__(*args, **kwargs)
+        return precision.cast_floats(out, mp.param_dtype)
+
+
+def _device_type(args, kwargs) -> str:
+    devices: list[str] = []
+    precision.for_each_tensor((args, kwargs), lambda t: devices.append(t.device.type))
+    return devices[0] if devices else "cpu"
 
 
 def local_piece_of(value: torch.Tensor, flat, index: int) -> torch.Tensor:

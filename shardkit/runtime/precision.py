@@ -34,7 +34,8 @@ def for_each_tensor(value: Any, visit: Callable[[torch.Tensor], None], depth: in
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:
     """`value` with every tensor replaced by `change(tensor)`: the same object where nothing changed, else a copy of
-    the containers on the way. Tuples, lists, dicts (and their subclasses), dataclasses; other objects are left alone."""
+    the containers on the way. Tuples, lists, dicts (and their subclasses), dataclasses; other objects are left alone.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if depth >= _MAX_DEPTH:
@@ -43,10 +44,10 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], dept
         new = {k: map_tensors(v, change, depth + 1) for k, v in value.items()}
         if all(new[k] is v for k, v in value.items()):
             return value
-        out = copy.copy(value)
+        changed: Any = copy.copy(value)
         for k, v in new.items():
-            out[k] = v  # type: ignore[index]
-        return out
+            changed[k] = v
+        return changed
     if isinstance(value, (tuple, list)):
         items = [map_tensors(v, change, depth + 1) for v in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
@@ -56,7 +57,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], dept
         new = {f.name: map_tensors(getattr(value, f.name), change, depth + 1) for f in dataclasses.fields(value)}
         if all(new[name] is getattr(value, name) for name in new):
             return value
-        out = copy.copy(value)
+        out: Any = copy.copy(value)
         for name, item in new.items():
             object.__setattr__(out, name, item)  # also in frozen ones
         return out
@@ -79,6 +80,14 @@ def keeps_own_dtype(mp: MixedPrecision, module: nn.Module, name: str) -> bool:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return True
     return any(part in name if isinstance(part, str) else isinstance(module, part) for part in mp.keep_fp32)
+
+
+def computes_apart(mp: MixedPrecision, module: nn.Module) -> bool:
+    """True for a module that `keep_fp32` takes out of a low-precision unit, by class or by all its parameters' names,
+    so that its inputs must not be low either. Batch normalisation takes inputs of any dtype as it is."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return False
+    return any(isinstance(kind, type) and isinstance(module, kind) for kind in mp.keep_fp32)
 
 
 def cast_buffers(mp: MixedPrecision, module: nn.Module) -> dict[str, torch.dtype]:

@@ -2,7 +2,7 @@
 
 A `Step` owns the units below one root and carries out, in this order:
 
-    forward    each unit in turn: gather (unless the previous unit did so ahead), start the next unit's gather, compute, drop
+    forward    each unit in turn: gather (unless the unit before did so ahead), start the next gather, compute, drop
     backward   a unit is opened by whatever comes first: a hook on its outputs, or a saved weight that is asked for;
                opening gathers it, installs full parameters, and starts the previous unit's gather. When its last use
                has reported, it is closed and its reduction starts.
@@ -135,9 +135,7 @@ class Step:
             self.settle()
             mode = (self.units[0].module.training, torch.is_grad_enabled())
             for flat in self.flats:
-                # Kept parameters are good until a version counter moves. Writes through `.data` move none, so a change
-                # of mode, where loops exchange weights (EMA), counts as a change too.
-                if flat.buffer is not None and (mode != self._mode or not flat.ready):
+                if flat.buffer is not None and flat.may_be_stale(mode != self._mode):
                     flat.forget()
             self._mode = mode
             self._sequence = []

@@ -2,6 +2,7 @@
 
     auto_wrap(model, policy="auto", **options)          shard a whole model
     FullyShardedDataParallel(module, **options)         shard one unit
+    checkpoint_wrapper(module, **options)               compute a module's activations again instead of keeping them
     describe(model)                                     a table of what was made
     full_state_dict, load_full_state_dict               whole weights in and out
     full_optim_state_dict, load_full_optim_state_dict   whole optimizer state in and out
@@ -10,12 +11,13 @@
 Importing shardkit imports torch alone.
 """
 
+from .activation import checkpoint_wrapper
 from .api import FullyShardedDataParallel, auto_wrap
 from .checkpoint.full import full_state_dict, load_full_state_dict
 from .checkpoint.load import load_checkpoint
 from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
 from .checkpoint.save import save_checkpoint
-from .config import CPUOffload, MixedPrecision
+from .config import ActivationCheckpointing, ActivationOffload, CPUOffload, MixedPrecision
 from .describe import Description, describe
 from .errors import CheckpointError, ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
 from .local_shard import LocalShard
@@ -24,6 +26,8 @@ from .wrap import size_policy
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCheckpointing",
+    "ActivationOffload",
     "CPUOffload",
     "CheckpointError",
     "ConfigError",
@@ -36,6 +40,7 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "auto_wrap",
+    "checkpoint_wrapper",
     "describe",
     "full_optim_state_dict",
     "full_state_dict",

@@ -4,15 +4,13 @@
 Both change a module in place, as wrapping does: the same object, its class a generated subclass under the old name, so
 that parameter names get no prefix. torch.utils.checkpoint does the work of a checkpoint, either kind; added here:
 
-- whatever the order of wrapping, a unit gathers outside of its checkpoint, so a block is gathered twice a step (forward,
-  backward), not a third time for the recomputation, and the operators of the engine stay out of a selective checkpoint
+- whatever the order of wrapping, a unit gathers outside of its checkpoint: a block is gathered twice a step (forward,
+  backward), not a third time to recompute, and the engine's own operators stay out of a selective checkpoint
 - tensors in keyword arguments and nested structures are inputs like positional ones: kept once, version-checked,
   offloaded if asked. Outputs of any structure keep it, and their gradients, in the reentrant kind as well
 - running statistics of normalisation layers are updated by the forward and not again by the recomputation
 
-Offload is a pair of saved-tensor hooks (PyTorch applies only the innermost pair): it shows every tensor to the pair that
-was active before, and takes to the host what that one left as it is. Within a unit that pair is the engine's, which
-makes recipes of weights; inside a checkpoint it is the checkpoint, and nothing is left to take.
+Offload is done by runtime/saved_offload.py.
 """
 
 from __future__ import annotations
@@ -20,25 +18,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import math
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .config import ActivationCheckpointing, ActivationOffload
 from .errors import ConfigError
 from .runtime.managed import _generate, unit_of
-from .runtime.recipes import _hooks_allowed, _top_hooks
-from .runtime.step import Step
+from .runtime.saved_offload import to_host
 from .runtime.unit import Unit, in_backward
 from .wrap import Policy, find_units
 
@@ -109,7 +102,7 @@ class Checkpointed(nn.Module):
         unit = unit_of(self)
         if unit is None or unit.active:
             return _checkpointed(self, call, args, kwargs)
-        return unit.call(self, lambda *args, **kwargs: _checkpointed(self, call, args, kwargs), args, kwargs, "__call__")
+        return unit.call(self, lambda *a, **k: _checkpointed(self, call, a, k), args, kwargs, "__call__")
 
     def __reduce_ex__(self, protocol):
         # The generated class is found under no name, so what is pickled is the class before and the mixin's work.
@@ -131,9 +124,9 @@ def _checkpointed(module: nn.Module, call: Callable, args: tuple, kwargs: dict):
     units = dict.fromkeys(u for m in module.modules() for u in [unit_of(m)] if u is not None)
     recomputation = _Recomputation(module, [u for u in units if u.active])
     first: list = [(args, kwargs)]  # the forward gets what was passed, so that it may change it; later runs a copy
-    offload = _no_hooks()
+    offload: Any = contextlib.nullcontext()
     if config.offload_to_cpu:
-        offload = _to_host(next(iter(units)).step if units else None, ActivationOffload(min_bytes=0))
+        offload = to_host(next(iter(units)).step if units else None, ActivationOffload(min_bytes=0))
 
     if not config.use_reentrant:
 
@@ -171,7 +164,8 @@ def _checkpointed(module: nn.Module, call: Callable, args: tuple, kwargs: dict):
 
     anchor = torch.empty(0, requires_grad=True)  # torch wants an input that requires grad, even if only weights do
     with offload:
-        results = checkpoint(run_whole, anchor, *tensors, use_reentrant=True, preserve_rng_state=config.preserve_rng_state)
+        rng = config.preserve_rng_state
+        results = checkpoint(run_whole, anchor, *tensors, use_reentrant=True, preserve_rng_state=rng)
     out = structure.pop()
     differentiable = dict(zip(_distinct_tensors(out), results, strict=True))
     return _replaced(out, lambda t, _: differentiable[id(t)])
@@ -187,22 +181,22 @@ class _Recomputation:
         self.module, self.units = module, units
 
     def __enter__(self):
-        self._stack = contextlib.ExitStack()
-        with self._stack:
+        inside = list(self.module.modules())
+        looks_up = any(isinstance(m, _LOOKUPS) for m in inside)
+        with contextlib.ExitStack() as stack:
             for unit in self.units if in_backward() else ():
                 # Rows that are looked up again need a gather that backward itself does without. Active, so that the
                 # calls inside go straight through, and save weights through the checkpoint as they did in forward.
-                looks_up = any(isinstance(m, _LOOKUPS) for m in self.module.modules())
                 unit.call(unit.module if looks_up else self.module, _nothing, (), {}, "recomputation")
                 unit.active += 1
-                self._stack.callback(_deactivate, unit)
-            for norm in self.module.modules():
+                stack.callback(_deactivate, unit)
+            for norm in inside:
                 if isinstance(norm, _NormBase) and norm.training and norm.track_running_stats:
-                    self._stack.callback(norm._buffers.update, dict(norm._buffers))
+                    stack.callback(norm._buffers.update, dict(norm._buffers))
                     with torch.no_grad():
                         norm._buffers.update({k: b if b is None else b.clone() for k, b in norm._buffers.items()})
-            self._stack.enter_context(self.mode)
-            self._stack = self._stack.pop_all()
+            stack.enter_context(self.mode)
+            self._stack = stack.pop_all()
 
     def __exit__(self, *error):
         return self._stack.__exit__(*error)
@@ -232,19 +226,23 @@ def _replaced(value: Any, change: Callable[[torch.Tensor, bool], Any], depth: in
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # namedtuples take arguments
     mapping = isinstance(value, Mapping)
-    if not mapping and (callable(value) or not hasattr(value, "__dict__")):
+    if mapping:
+        old = value
+    elif dataclasses.is_dataclass(value):
+        old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    elif hasattr(value, "__dict__") and not callable(value):
+        old, inside = vars(value), True
+    else:
         return value
-    inside = inside or not (mapping or dataclasses.is_dataclass(value))
-    old = value if mapping else vars(value)
     new = {k: _replaced(v, change, depth + 1, inside) for k, v in old.items()}
     if all(new[k] is v for k, v in old.items()):
         return value
     out = copy.copy(value)
-    if mapping:
-        for k, v in new.items():
+    for k, v in new.items():
+        if mapping:
             out[k] = v
-    else:
-        vars(out).update(new)
+        else:
+            object.__setattr__(out, k, v)  # also of frozen dataclasses
     return out
 
 
@@ -287,9 +285,12 @@ def _distinct_tensors(value: Any) -> dict[int, torch.Tensor]:
 
 
 def choose_blocks(
-    model: nn.Module, where: Any, units: list[tuple[str, nn.Module]] | None, ignored: Collection[nn.Module] = ()
+    model: nn.Module,
+    config: ActivationCheckpointing | None,
+    units: list[tuple[str, nn.Module]] | None,
+    ignored: Collection[nn.Module] = (),
 ) -> list[nn.Module]:
-    """The modules that `activation_checkpointing=where` means.
+    """The modules that `activation_checkpointing=` means, except those that are Checkpointed already. Changes nothing.
 
     True: the blocks, which are the `units` ((name, module) pairs) with modules of their own inside whose class is
     repeated, or what "auto" would find where no unit is such a one. A fraction: that share of the blocks, evenly
@@ -298,16 +299,20 @@ def choose_blocks(
 
     Raises ConfigError where nothing is selected, or is checkpointed by other means already.
     """
-    if where is True or isinstance(where, (int, float)):
+    if config is None:
+        return []
+    where = config.where
+    if isinstance(where, (int, float)):
         if units is None:
-            if where not in (True, 1):
+            if where != 1:
                 raise ConfigError(f"activation_checkpointing={where!r} needs blocks to choose from. Use auto_wrap.")
             chosen = [model]
         else:
             blocks = _blocks(units) or _blocks(find_units(model, "auto", ignored))
-            k = max(1, round(where * len(blocks))) if blocks else 0
+            n = len(blocks)
+            k = max(1, round(where * n))
             # The first of each stretch: what the last block keeps is used at once, so that is the one to leave out.
-            chosen = [b for i, b in enumerate(blocks) if math.ceil(i * k / len(blocks)) < math.ceil((i + 1) * k / len(blocks))]
+            chosen = [b for i, b in enumerate(blocks) if math.ceil(i * k / n) < math.ceil((i + 1) * k / n)]
     else:
         matches: Policy = where if callable(where) else lambda m: isinstance(m, tuple(where))
         left_alone = {m for root in ignored for m in root.modules()} | {model}
@@ -325,6 +330,12 @@ def choose_blocks(
                     f"{type(m).__name__}. Use one of them."
                 )
     return [m for m in chosen if not isinstance(m, Checkpointed)]
+
+
+def wrap_blocks(blocks: list[nn.Module], config: ActivationCheckpointing | None) -> None:
+    """Checkpoints what `choose_blocks` chose."""
+    for block in blocks:
+        _become(block, Checkpointed, _CHECKPOINT, config)
 
 
 def _blocks(units: list[tuple[str, nn.Module]]) -> list[nn.Module]:
@@ -349,179 +360,5 @@ class Offloaded(nn.Module):
         assert unit is not None
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        with _to_host(unit.step, self.__dict__[_OFFLOAD]):
+        with to_host(unit.step, self.__dict__[_OFFLOAD]):
             return super().__call__(*args, **kwargs)
-
-
-def _no_hooks():
-    return contextlib.nullcontext()
-
-
-def _to_host(step: Step | None, config: ActivationOffload):
-    """Context in which saved tensors go to the host. In a recomputation they are used at once, and stay."""
-    if in_backward() or not _hooks_allowed():
-        return _no_hooks()
-    hooks = _ToHost(step, config, _top_hooks(True))
-    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-
-
-class _ToHost:
-    """The pair of hooks, chained to the pair that was active before; see the module docstring."""
-
-    def __init__(self, step: Step | None, config: ActivationOffload, outer: tuple | None):
-        self.step, self.config, self.outer = step, config, outer
-        self.tape = _Tape(None)
-
-    def pack(self, t: torch.Tensor):
-        packed = t if self.outer is None else self.outer[0](t)
-        if packed is not t or not self._is_worth_it(t):
-            return packed
-        if self.step is None:
-            return self.tape.take(t, 0, self.config)
-        if self.tape.sequence is not self.step._sequence:
-            self.tape = _tape_of(self.step)
-        group, last = len(self.step._sequence), len(self.step._last_sequence)
-        if group == last:
-            return t  # of the unit with which backward will begin
-        return self.tape.take(t, group, self.config)
-
-    def unpack(self, packed):
-        t = packed.bring_back() if type(packed) is _Saved else packed
-        return t if self.outer is None else self.outer[1](t)
-
-    def _is_worth_it(self, t: torch.Tensor) -> bool:
-        size = t.numel() * t.element_size()
-        if size < self.config.min_bytes or t.layout != torch.strided or t.device.type == "meta":
-            return False
-        if (t.is_leaf and t.requires_grad) or is_traceable_wrapper_subclass(t):
-            return False  # parameters, and inputs whose gradient somebody waits for: they stay on the device anyway
-        try:
-            return size <= t.untyped_storage().nbytes()  # not for an expanded view, which is larger than its memory
-        except (NotImplementedError, RuntimeError):
-            return False  # a functorch wrapper
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Saved:
-    """What autograd holds instead of a tensor."""
-
-    tape: _Tape
-    group: int
-    kept: _Kept
-
-    def bring_back(self) -> torch.Tensor:
-        self.tape.reach(self.group)
-        return self.tape.bring(self.kept, self.group)
-
-
-class _Kept:
-    """A tensor's copy in host memory; `back`, while somebody holds it, the copy of that on the device."""
-
-    __slots__ = ("host", "lane", "source", "back", "arrived", "__weakref__")
-
-    def __init__(self, t: torch.Tensor, pin: bool):
-        self.lane = _lane(t.device)
-        self.source = StorageWeakRef(t.untyped_storage())  # while it is held, no other storage gets the same identity
-        self.host = torch.empty_like(t, device="cpu", pin_memory=pin and t.device.type != "cpu", requires_grad=False)
-        self.back: Callable[[], torch.Tensor | None] = _nothing  # type: ignore[assignment]
-        self.arrived: torch.Event | None = None
-
-
-class _Tape:
-    """What one forward took to the host, by groups: a group is what was saved from the start of one unit to the start of
-    the next. Backward walks them in reverse: with the first tensor of a group, the whole group before it is fetched."""
-
-    def __init__(self, sequence: list | None):
-        self.sequence = sequence  # the engine's list of this forward's units: a new list for each forward
-        self._groups: dict[int, weakref.WeakSet[_Kept]] = {}
-        self._known: weakref.WeakValueDictionary[tuple, _Kept] = weakref.WeakValueDictionary()
-        self._leaving: deque[tuple[int, _Lane, torch.Tensor, torch.Event]] = deque()
-        self._back: dict[int, list[tuple[_Kept, torch.Tensor]]] = {}  # on the device again, by group
-        self._at: int | None = None
-
-    def take(self, t: torch.Tensor, group: int, config: ActivationOffload) -> _Saved:
-        # A device tensor must outlive its copy; two units later the computation waits for that instead of the host.
-        self._let_leave(group - 1)
-        key = (t.untyped_storage()._cdata, t.storage_offset(), t.size(), t.stride(), t.dtype, t._version)
-        kept = self._known.get(key)  # saved by several operators
-        if kept is None or kept.source.expired():
-            kept = self._known[key] = _Kept(t, config.pin_memory)
-            event = kept.lane.copy(kept.host, t)
-            if event is not None:
-                self._leaving.append((group, kept.lane, t.detach(), event))
-        self._groups.setdefault(group, weakref.WeakSet()).add(kept)
-        return _Saved(self, group, kept)
-
-    def reach(self, group: int) -> None:
-        """Backward has come to a group."""
-        if group == self._at:
-            return
-        self._at = group
-        self._let_leave(None)
-        for later in [g for g in self._back if g > group]:
-            for kept, _ in self._back.pop(later):
-                kept.wait() if kept.arrived is not None else None
-        earlier = max((g for g in self._groups if g < group), default=group)
-        for g in (group, earlier):
-            for kept in list(self._groups.get(g, ())):
-                self._fetch(kept, g)
-
-    def bring(self, kept: _Kept, group: int) -> torch.Tensor:
-        t = self._fetch(kept, group)
-        kept.lane.wait(kept.arrived)
-        return t
-
-    def _fetch(self, kept: _Kept, group: int) -> torch.Tensor:
-        t = kept.back()
-        if t is None:
-            t = torch.empty_like(kept.host, device=kept.lane.device)
-            kept.arrived = kept.lane.copy(t, kept.host)
-            kept.back = weakref.ref(t)
-            self._back.setdefault(group, []).append((kept, t))
-        return t
-
-    def _let_leave(self, before: int | None) -> None:
-        while self._leaving and (before is None or self._leaving[0][0] < before):
-            _, lane, _, event = self._leaving.popleft()
-            lane.wait(event)
-
-
-_tapes: weakref.WeakKeyDictionary[Step, _Tape] = weakref.WeakKeyDictionary()
-
-
-def _tape_of(step: Step) -> _Tape:
-    """The tape of the forward that is running."""
-    tape = _tapes.get(step)
-    if tape is None or tape.sequence is not step._sequence:
-        tape = _tapes[step] = _Tape(step._sequence)
-    return tape
-
-
-class _Lane:
-    """Copies between one device and the host, on a stream of their own where the device has streams."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = None if device.type == "cpu" else torch.Stream(device)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Starts a copy of what the computation has written by now. Returns the event to wait for, if any."""
-        with torch.no_grad():
-            if self.stream is None:
-                to.copy_(source)
-                return None
-            # Memory of `to` may have been used by the computation before, and what `source` holds be under way.
-            self.stream.wait_stream(torch.accelerator.current_stream(self.device))
-            with self.stream:
-                to.copy_(source, non_blocking=True)
-            return self.stream.record_event()
-
-    def wait(self, event: torch.Event | None) -> None:
-        """The computation waits, not the host."""
-        if event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(event)
-
-
-@functools.cache
-def _lane(device: torch.device) -> _Lane:
-    return _Lane(device)

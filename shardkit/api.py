@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .activation import choose_blocks, offload_activations, wrap_blocks
 from .comm import make_mesh
-from .config import CPUOffload, Options
+from .config import ActivationCheckpointing, ActivationOffload, CPUOffload, Options
 from .errors import ConfigError
 from .runtime.build import build
+from .runtime.join import join
 from .runtime.managed import Managed, unit_of
 from .runtime.step import Step
 from .runtime.summon import summon
@@ -44,7 +46,7 @@ class FullyShardedDataParallel(Managed):
     def __new__(cls, module: nn.Module | None = None, process_group=None, **options):
         if cls is not FullyShardedDataParallel:  # a generated class making another instance, as copy.deepcopy does
             return super().__new__(cls)
-        return _wrap(module, None, process_group, options)
+        return _wrap(module, None, process_group, options, single=True)
 
     def __init__(self, *args, **kwargs):
         if args and args[0] is self:
@@ -77,6 +79,15 @@ class FullyShardedDataParallel(Managed):
         """
         return summon(self._shardkit_step, self, writeback, recurse)
 
+    def join(self, *optimizers: torch.optim.Optimizer):
+        """Context for loops in which ranks have different numbers of batches. A rank that leaves the loop early serves
+        the others until all are there: zeros to their gradients (still divided by all ranks), and the same optimizer
+        steps on its shards. Optimizers are noticed when they first step; pass those of ranks that may have no batch.
+
+        Gradient clipping inside is possible only while all ranks have batches.
+        """
+        return join(self._shardkit_step, optimizers)
+
     def named_parameters(self, *args, **kwargs):
         self._shardkit_step.settle()  # after a step that broke off, full parameters may still be in place
         return super().named_parameters(*args, **kwargs)
@@ -89,14 +100,16 @@ def auto_wrap(model: nn.Module, *, policy: Policy = "auto", **options: Any) -> n
         model: as `module` of `FullyShardedDataParallel`.
         policy: which modules become units. "auto": the repeated blocks, large embeddings and heads; or a set of
             classes, a predicate `module -> bool`, or `shardkit.size_policy(n)`.
-        **options: as for `FullyShardedDataParallel`.
+        **options: as for `FullyShardedDataParallel`. `activation_checkpointing` may also be True (the repeated blocks,
+            here; the module itself, there), a fraction of the blocks, a set of classes or a predicate;
+            `activation_offload` may be True.
 
     Collectives, ranks and errors are those of `FullyShardedDataParallel`.
     """
     return _wrap(model, policy, options.pop("process_group", None), options)
 
 
-def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any]) -> nn.Module:
+def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any], single: bool = False) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected an nn.Module to shard, got {type(module).__name__}.")
     mesh_arg = options.pop("device_mesh", None)
@@ -104,6 +117,7 @@ def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any]) -
     ignored_modules, ignored_params = _ignored(*ignored)
     checked = _options(options)
     nested = find_units(module, policy, ignored_modules)
+    recomputed = choose_blocks(module, checked.activation_checkpointing, None if single else nested, ignored_modules)
     existing = {m for m in module.modules() for inner in [unit_of(m)] if inner is not None}
     nested = [(name, m) for name, m in nested if m not in existing]
     mesh = make_mesh(
@@ -114,6 +128,9 @@ def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any]) -
         check_order=checked.check_order,
     )
     build(module, nested, mesh, checked, ignored_modules, ignored_params, FullyShardedDataParallel)
+    wrap_blocks(recomputed, checked.activation_checkpointing)
+    if checked.activation_offload is not None:
+        offload_activations(module, checked.activation_offload)
     return module
 
 
@@ -123,6 +140,11 @@ def _options(options: dict[str, Any]) -> Options:
     offload = options.get("cpu_offload")
     if isinstance(offload, bool):
         options["cpu_offload"] = CPUOffload() if offload else None
+    where = options.get("activation_checkpointing")
+    if where is not None and not isinstance(where, ActivationCheckpointing):
+        options["activation_checkpointing"] = None if where is False else ActivationCheckpointing(where=where)
+    if isinstance(options.get("activation_offload"), bool):
+        options["activation_offload"] = ActivationOffload() if options["activation_offload"] else None
     device = options.get("device_id")
     if device is not None and not isinstance(device, torch.device):
         options["device_id"] = torch.device(device)

@@ -6,7 +6,8 @@ Nothing here reads the environment or touches torch.distributed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -50,6 +51,72 @@ class CPUOffload:
     """Pin the host shards, so that copies overlap with computation. Has no effect on a machine without a GPU."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Which modules compute their activations again in backward instead of keeping them, and how."""
+
+    where: Any = True
+    """True: the repeated blocks. A fraction in (0, 1]: that share of them, evenly spread. Or a set of module classes,
+    or a predicate `module -> bool`."""
+    use_reentrant: bool = False
+    """torch's reentrant kind, which records no graph in forward."""
+    offload_to_cpu: bool = False
+    """Keep the inputs, which are all that is kept, in host memory."""
+    preserve_rng_state: bool = True
+    """Draw the same random numbers again. False: skip the bookkeeping, for models without dropout."""
+    policy: Any = None
+    """Operators whose results are kept after all, or torch's function `(context, operator, ...) -> CheckpointPolicy`.
+    None: nothing is kept."""
+    determinism_check: str = "default"
+    """"default": compare shapes, dtypes and devices with forward. "none": do not."""
+    early_stop: bool = True
+    """Stop recomputing with the last tensor that backward needs."""
+
+    def __post_init__(self):
+        where, policy = self.where, self.policy
+        if isinstance(where, (int, float)) and not 0 < where <= 1:
+            raise ConfigError(f"activation_checkpointing={where!r}: a fraction is above 0 and at most 1.")
+        if isinstance(where, Collection) and not isinstance(where, str):
+            if not where or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in where):
+                raise ConfigError(f"activation_checkpointing={where!r}: a collection must hold module classes.")
+        elif not (isinstance(where, (int, float)) or callable(where)) or isinstance(where, (type, nn.Module)):
+            raise ConfigError(
+                f"activation_checkpointing={where!r}: use True, a fraction in (0, 1], a set of module classes, a "
+                "predicate(module) -> bool or shardkit.ActivationCheckpointing(...)."
+            )
+        if policy is None:
+            return
+        if self.use_reentrant:
+            raise ConfigError("use_reentrant=True and policy=: torch's reentrant checkpoint keeps no single operators.")
+        if not callable(policy):
+            object.__setattr__(self, "policy", tuple(policy))
+            for op in self.policy:
+                if not isinstance(op, torch._ops.OpOverload):
+                    raise ConfigError(
+                        f"policy holds {op!r}. Use overloads of operators, such as torch.ops.aten.mm.default."
+                    )
+
+    def __getstate__(self):
+        ops = [str(op) for op in self.policy] if isinstance(self.policy, tuple) else None  # operators are not picklable
+        return {**self.__dict__, "policy": self.policy if ops is None else None, "ops": ops}
+
+    def __setstate__(self, state):
+        ops = state.pop("ops")
+        if ops is not None:
+            state["policy"] = tuple(functools.reduce(getattr, name.split("."), torch.ops) for name in ops)
+        self.__dict__.update(state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationOffload:
+    """Keep what autograd saves in forward in host memory. Weights are not concerned: they are gathered again."""
+
+    min_bytes: int = 1 << 16
+    """Smaller tensors stay on the device: they are not worth a copy."""
+    pin_memory: bool = True
+    """Pin the host memory, so that copies overlap with computation. Has no effect on a machine without a GPU."""
+
+
 class Strategy:
     """What is dropped when. One instance per name in `STRATEGIES`; see the table in docs/design.md."""
 
@@ -78,6 +145,14 @@ STRATEGIES = {
 }
 
 
+_KINDS: dict[str, type] = {
+    "mixed_precision": MixedPrecision,
+    "cpu_offload": CPUOffload,
+    "activation_checkpointing": ActivationCheckpointing,
+    "activation_offload": ActivationOffload,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one wrapping, after checking. Spelled as FSDP1 spells them where it has them."""
@@ -90,6 +165,10 @@ class Options:
     """None: everything stays in the dtype it has."""
     cpu_offload: CPUOffload | None = None
     """None: shards live on the compute device."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """Which modules recompute their activations. None: those that do so already."""
+    activation_offload: ActivationOffload | None = None
+    """None: activations stay on the compute device."""
     sync_module_states: bool = False
     """Broadcast parameters and buffers from the first rank while wrapping. False: verify that ranks agree."""
     param_init_fn: Callable[[nn.Module], Any] | None = None
@@ -123,7 +202,7 @@ class Options:
             raise ConfigError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: only True, False and None are supported."
             )
-        for field, kind in (("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)):
+        for field, kind in _KINDS.items():
             value = getattr(self, field)
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{field}={value!r}: expected shardkit.{kind.__name__}(...) or None.")

@@ -123,8 +123,8 @@ class LocalShard(torch.Tensor):
         """The local size, as `shape`. `torch.distributed.checkpoint` gets that of the whole tensor: its planner
         compares with `size()` what it finds in a file, and DTensor, for which it was written, answers so to everybody.
 
-        Raises StateError for the staging of `dcp.async_save`, which would copy the piece into a plain tensor and save
-        one rank's piece as if it were the whole.
+        Raises StateError for `BlockingAsyncStager`, which copies a piece into a plain tensor, so that `dcp.async_save`
+        would save one rank's piece as if it were the whole.
         """
         caller = sys._getframe(1)
         module = caller.f_globals.get("__name__", "")
@@ -134,8 +134,16 @@ class LocalShard(torch.Tensor):
                 "would take this rank's piece for the whole. Use shardkit.async_save(path, model, optim) in place of "
                 "torch.distributed.checkpoint.async_save."
             )
-        size = torch.Size(self.shard_info.shape) if module.startswith("torch.distributed.checkpoint") else self.shape
+        whole = module == "torch.distributed.checkpoint.default_planner"
+        size = torch.Size(self.shard_info.shape) if whole else self.shape
         return size if dim is None else size[dim]
+
+    def new_empty(self, *args, **kwargs):
+        """As for any tensor; but the copy that `dcp.async_save` makes on the host is still a piece of a whole."""
+        with torch._C.DisableTorchFunctionSubclass():
+            out = super().new_empty(*args, **kwargs)
+        staging = sys._getframe(1).f_globals.get("__name__", "") == "torch.distributed.checkpoint._state_dict_stager"
+        return LocalShard.wrap(out, self.shard_info) if staging else out
 
     def __create_write_items__(self, fqn: str, object: Any) -> list:
         """One item per box of this rank's piece. Ranks that hold the same piece (hybrid sharding) name the same boxes,

@@ -27,9 +27,9 @@ from ..errors import OrderError
 if TYPE_CHECKING:
     from .step import Step
 
-GATHER, REDUCE, CAPTURE, END = range(4)
-FORWARD, EVALUATION, BACKWARD, BROKEN = range(4)
-_WHAT = ("ended a forward", "ended an evaluation", "ended a backward", "raised an exception")
+GATHER, REDUCE, CAPTURE, STEP, END = range(5)
+FORWARD, EVALUATION, BACKWARD, BROKEN, JOINED = range(5)
+_WHAT = ("ended a forward", "ended an evaluation", "ended a backward", "raised an exception", "left join()")
 
 # How many identical stretches are needed before ranks go by heart; doubled whenever a sequence changes.
 _PATIENCE, _MAX_PATIENCE = 1, 64
@@ -64,6 +64,7 @@ class Order:
         self._known: dict[tuple[int, int], list[Wish]] = {}
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # (fingerprint of the last sequence, times in a row)
         self._patience = _PATIENCE
+        self.in_step_only = 0  # inside join(): a rank that is done cannot follow a script
 
     @staticmethod
     def of(channel: Channel | None) -> Order | Unchecked:
@@ -91,7 +92,8 @@ class Order:
 
     def _begin(self) -> None:
         if not self._begun:
-            self._begun, self._script = True, self._known.get(self._last_end)
+            self._begun = True
+            self._script = None if self.in_step_only else self._known.get(self._last_end)
 
     def _leave(self, at: int) -> None:
         """This rank departs from the script: help the others through the rest of it, then say so where they meet."""
@@ -123,7 +125,7 @@ class Order:
             if any(m[3] for m in messages) and expect is not None:
                 self._script = None  # somebody left the script: it goes on in step, and comes here again
                 continue
-            ends = {m[1:3] for m in messages if not m[3]}
+            ends = {m[1:3] for m in messages if not m[3] and m[1] != JOINED}
             if expect is not None and len(ends | {expect}) > 1:
                 raise OrderError(
                     "ranks are in different steps: "
@@ -144,12 +146,12 @@ class Order:
         messages = self._meet((END, *end, 0, fingerprint << 1 | int(all_used)), expect=end)
         self._learn(messages)
         self._asked, self._script, self._begun, self._last_end = [], None, False, end
-        return all(m[4] & 1 for m in messages)
+        return all(m[4] & 1 for m in messages if m[1] != JOINED)
 
     def _learn(self, messages) -> None:
         """Decides, with the same outcome on every rank, whether the next stretch of this kind goes by heart."""
         key, prints = self._last_end, {m[4] >> 1 for m in messages}
-        if len(prints) > 1:
+        if len(prints) > 1 or self.in_step_only:
             self._known.pop(key, None)
             self._seen.pop(key, None)
             return
@@ -174,6 +176,22 @@ class Order:
         try:
             self._meet((END, BROKEN, step.root_id, 0, 0), expect=(BROKEN, step.root_id))
         finally:
-            self._asked, self._script, self._begun, self._last_end = [], None, False, (END, END)
-            self._known.clear()
-            self._seen.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Starts over: nothing is known by heart."""
+        self._asked, self._script, self._begun, self._last_end = [], None, False, (END, END)
+        self._known.clear()
+        self._seen.clear()
+
+    def serve_joined(self, step: Step):
+        """This rank has no more batches: serves the others until every rank has joined. Yields (kind, all_used) of
+        every pass that the others end meanwhile."""
+        while True:
+            messages = self.channel.exchange((END, JOINED, step.root_id, 0, 0))
+            if not self._carry_out(messages):
+                continue
+            ends = [m for m in messages if m[1] != JOINED]
+            if not ends:
+                return
+            yield ends[0][1], all(m[4] & 1 for m in ends)

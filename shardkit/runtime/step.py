@@ -21,7 +21,8 @@ from ..config import Options
 from ..errors import StateError
 from . import precision
 from .flat_param import FlatParam
-from .order import BACKWARD, CAPTURE, EVALUATION, FORWARD, GATHER, REDUCE, Order
+from .join import Join
+from .order import BACKWARD, CAPTURE, EVALUATION, FORWARD, GATHER, REDUCE, STEP, Order
 from .recipes import Record, SavedWeights
 from .unit import Entry, Unit, in_backward
 
@@ -71,7 +72,7 @@ class Step:
             self.anchor_node = self.anchor.expand(0).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
         self.sync = True  # False inside no_sync
-        self.summoned = False  # True while summon_full_params makes the parameters themselves full
+        self.joining: Join | None = None  # inside join()
         self._sequence: list[Unit] = []  # units in the order of this forward
         self._last_sequence: list[Unit] = []
         self._depth = 0
@@ -95,16 +96,22 @@ class Step:
 
     def perform(self, what: int, index: int) -> None:
         """Runs a collective that this rank asked for."""
+        if what == STEP:
+            return  # the optimizer does it
         flat = self.flats[index]
         if what == GATHER:
             flat.gather()
         elif what == REDUCE:
             self._track(flat, flat.reduce())
-        else:
+        elif what == CAPTURE:
             self._captured = Reduction(flat, flat.reduce_apart(*self._capturing))
 
     def serve(self, what: int, index: int) -> None:
-        """Takes part in a collective that only other ranks asked for."""
+        """Takes part in a collective, or a step, that only other ranks asked for."""
+        if what == STEP:
+            assert self.joining is not None
+            self.joining.serve_step(index)
+            return
         flat = self.flats[index]
         if what == GATHER:
             flat.contribute()
@@ -275,15 +282,24 @@ class Step:
         all_used = all(flat.touched >= wanted for flat, wanted in zip(self.flats, trained, strict=True))
         everywhere = self.order.end(self, BACKWARD, all_used or not self.sync)
         if self.sync:
-            for reduction in self._pending:
-                reduction.finish()
-            self._pending.clear()
-            used = trained if everywhere and all_used else self._used_anywhere()
-            for flat, indices in zip(self.flats, used, strict=True):
-                reduced, flat.reduced, flat.touched = flat.reduced, None, set()
-                if reduced is not None:
-                    flat.deposit(reduced, indices)
+            self._deposit(trained if everywhere and all_used else self._used_anywhere())
         self._backward_open = False
+
+    def finish_served_backward(self, all_used: bool) -> None:
+        """The end of a backward that only other ranks ran: their gradients' local pieces belong here."""
+        trained = [{i for i, p in enumerate(flat.params) if p.requires_grad} for flat in self.flats]
+        self._deposit(trained if all_used else self._used_anywhere())
+
+    def _deposit(self, used: list[set[int]]) -> None:
+        for reduction in self._pending:
+            reduction.finish()
+        self._pending.clear()
+        for flat, indices in zip(self.flats, used, strict=True):
+            reduced, flat.reduced, flat.touched = flat.reduced, None, set()
+            if reduced is not None:
+                flat.deposit(reduced, indices)
+        if self.joining is not None:
+            self.joining.pending = True
 
     def _used_anywhere(self) -> list[set[int]]:
         """Which parameters got a gradient on some rank: the others keep `grad=None`, as in a single process."""

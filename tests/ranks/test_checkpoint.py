@@ -44,11 +44,22 @@ def test_a_dcp_checkpoint_of_a_sharded_model_is_that_of_the_unwrapped_one(rank, 
 
 
 @ranks(2)
-def test_staging_that_would_save_one_piece_as_the_whole_is_refused(rank, world, tmp_path):
+def test_dcp_async_save_keeps_pieces_pieces(rank, world, tmp_path):
     import torch.distributed.checkpoint as dcp
 
+    group = dist.new_group(backend="gloo")
+    dcp.async_save({"model": wrap(0).state_dict()}, checkpoint_id=tmp_path, process_group=group).result()
+    other = wrap(1, units=(nn.Linear,))
+    shardkit.load_checkpoint(tmp_path, other)
+    assert_same(whole(other), whole(wrap(0)))
+
+
+@ranks(2)
+def test_staging_that_would_save_one_piece_as_the_whole_is_refused(rank, world, tmp_path):
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
     with pytest.raises(shardkit.StateError, match="shardkit.async_save"):
-        dcp.async_save(wrap(0).state_dict(), checkpoint_id=tmp_path)
+        BlockingAsyncStager().stage(wrap(0).state_dict())
 
 
 # ------------------------------------------------------------------------------------------ save and load elsewhere
@@ -119,7 +130,8 @@ def test_replicas_share_the_writing(rank, world, tmp_path):
 def test_a_float32_checkpoint_loads_into_a_bfloat16_model(rank, world, tmp_path):
     model = wrap(0)
     shardkit.save_checkpoint(tmp_path / "a", model)
-    low = shardkit.auto_wrap(build(1).bfloat16(), policy={Block})
+    precision = shardkit.MixedPrecision(master_dtype=torch.bfloat16)
+    low = shardkit.auto_wrap(build(1).bfloat16(), policy={Block}, mixed_precision=precision)
     shardkit.load_checkpoint(tmp_path / "a", low)
     want = {k: v.bfloat16() if v.is_floating_point() else v for k, v in whole(model).items()}
     assert_same(whole(low), want)
@@ -250,7 +262,7 @@ def test_state_that_belongs_to_one_piece_returns_to_it_and_is_refused_elsewhere(
 
 def _extras_saved(rank, world, folder):
     model = wrap(0)
-    average = {k: v.clone() * 2 for k, v in model.state_dict().items()}  # clones of LocalShards stay LocalShards
+    average = {k: v.clone().mul_(2) for k, v in model.state_dict().items()}  # clones of LocalShards are LocalShards
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     extra = {"position": {"epoch": 2, "batch": 17}, "rng": torch.get_rng_state(), "mine": rank, "scaler": scaler}
     shardkit.save_checkpoint(folder / "a", model, step=31, ema={"decay": 0.9, "weights": average}, **extra)

@@ -5,7 +5,8 @@
 
 All implementations live in the same processes, with the same weights and batches, and take turns: a few steps each,
 round after round, so that whatever else the machine does hits all of them. The minimum over rounds is what an
-implementation costs; the median says how noisy the machine was.
+implementation costs; the median says how noisy the machine was. They then share one heap as well, and who grew it for
+whom shows in page faults; `--separate` gives each its own processes instead of its turn.
 """
 
 from __future__ import annotations
@@ -83,13 +84,15 @@ def worker(args, device) -> dict:
         for one in field[r % len(field) :] + field[: r % len(field)]:  # nobody always follows the same neighbour
             one.timed(args.steps)
     return dict(
-        world=dist.get_world_size(), backend=dist.get_backend(), steps=field[0].steps,
+        world=dist.get_world_size(), backend=dist.get_backend(), steps=3 + args.rounds * args.steps,
         parameters=sum(p.numel() for p in common.build(args, torch.device("meta")).parameters()),
         rows=[one.result() for one in field], skipped=skipped,
     )  # fmt: skip
 
 
 def show(result: dict) -> str:
+    if not result["rows"]:
+        return f"{result['world']} ranks: nothing to measure"
     rows = {row["impl"]: row for row in result["rows"]}
     first = next((row for row in result["rows"] if row["impl"] != "local"), result["rows"][0])
     base = first["loss"]
@@ -116,15 +119,31 @@ def show(result: dict) -> str:
     return f"{head}; loss after {result['steps'] + 1} steps:\n\n{text}"
 
 
+def separately(args) -> list[dict]:
+    """As one run of all, but each implementation in ranks of its own, one after another."""
+    merged: list[dict] = []
+    for impl in args.impl:
+        results = common.launch(worker, argparse.Namespace(**vars(args) | {"impl": [impl]}), args.nproc)
+        if not merged:
+            merged = results
+            continue
+        for into, result in zip(merged, results):
+            into["rows"] += result["rows"]
+            into["skipped"] |= result["skipped"]
+    return merged
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, nargs="+", help="world sizes, one after another")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each implementation in a round")
+    separate = "ranks of its own for each implementation, one after another (not under torchrun)"
+    parser.add_argument("--separate", action="store_true", help=separate)
     common.add_model_options(parser)
     report.add_options(parser)
     args = parser.parse_args()
-    results = common.launch(worker, args, args.nproc)
+    results = separately(args) if args.separate else common.launch(worker, args, args.nproc)
     if results:
         report.write("step_time", args, results, show)
 

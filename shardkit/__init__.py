@@ -6,13 +6,14 @@
     describe(model)                                     a table of what was made
     full_state_dict, load_full_state_dict               whole weights in and out
     full_optim_state_dict, load_full_optim_state_dict   whole optimizer state in and out
-    save_checkpoint, load_checkpoint                    sharded checkpoints, for any number of ranks
+    save_checkpoint, load_checkpoint, async_save        sharded checkpoints, for any number of ranks
 
 Importing shardkit imports torch alone.
 """
 
 from .activation import checkpoint_wrapper
 from .api import FullyShardedDataParallel, auto_wrap
+from .checkpoint.background import async_save
 from .checkpoint.full import full_state_dict, load_full_state_dict
 from .checkpoint.load import load_checkpoint
 from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
@@ -39,6 +40,7 @@ __all__ = [
     "PlanMismatchError",
     "ShardkitError",
     "StateError",
+    "async_save",
     "auto_wrap",
     "checkpoint_wrapper",
     "describe",

@@ -340,8 +340,13 @@ def wrap_blocks(blocks: list[nn.Module], config: ActivationCheckpointing | None)
 
 def _blocks(units: list[tuple[str, nn.Module]]) -> list[nn.Module]:
     inner = [m for _, m in units if any(True for child in m.children() for _ in child.parameters())]
-    count = Counter(type(m) for m in inner)
-    return [m for m in inner if count[type(m)] > 1] or inner
+    count = Counter(_kind(m) for m in inner)
+    return [m for m in inner if count[_kind(m)] > 1] or inner
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """The class by name, which is the same before and after checkpointing and sharding."""
+    return type(module).__module__, type(module).__qualname__
 
 
 # -------------------------------------------------------------------------------------------------------- offload

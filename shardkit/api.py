@@ -16,10 +16,17 @@ from .runtime.join import join
 from .runtime.managed import Managed, unit_of
 from .runtime.step import Step
 from .runtime.summon import summon
-from .wrap import Policy, find_units
+from .wrap import Policy, find_units, from_torch_policy
 
 # FSDP1's arguments that need no counterpart: what they switch on is how shardkit always works.
 _ALWAYS_SO = ("use_orig_params", "limit_all_gathers")
+_FSDP1_STRATEGIES = {
+    "FULL_SHARD": "full",
+    "SHARD_GRAD_OP": "grad_op",
+    "NO_SHARD": "none",
+    "HYBRID_SHARD": "hybrid",
+    "_HYBRID_SHARD_ZERO2": "hybrid_grad_op",
+}
 
 
 class FullyShardedDataParallel(Managed):
@@ -34,6 +41,7 @@ class FullyShardedDataParallel(Managed):
         process_group: ranks to shard over, or a (shard group, replicate group) pair. None: all ranks.
         device_mesh: instead of `process_group`; 1-D to shard over, 2-D (replicate x shard) for a hybrid.
         ignored_modules, ignored_states: modules, and modules or parameters, that are left alone.
+        auto_wrap_policy: also make units of modules inside, as `policy` of `auto_wrap`; FSDP1's policies are understood.
         **options: see `shardkit.config.Options`.
 
     Collective over the ranks concerned: they compare plans and weights, and open a host channel.
@@ -46,7 +54,8 @@ class FullyShardedDataParallel(Managed):
     def __new__(cls, module: nn.Module | None = None, process_group=None, **options):
         if cls is not FullyShardedDataParallel:  # a generated class making another instance, as copy.deepcopy does
             return super().__new__(cls)
-        return _wrap(module, None, process_group, options, single=True)
+        policy = from_torch_policy(options.pop("auto_wrap_policy", None))
+        return _wrap(module, policy, process_group, options, single=policy is None)
 
     def __init__(self, *args, **kwargs):
         if args and args[0] is self:
@@ -137,6 +146,10 @@ def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any], s
 def _options(options: dict[str, Any]) -> Options:
     for name in _ALWAYS_SO:
         options.pop(name, None)
+    strategy = options.get("sharding_strategy")
+    name = getattr(strategy, "name", strategy)  # FSDP1's enumeration, or its spelling
+    if isinstance(name, str):
+        options["sharding_strategy"] = _FSDP1_STRATEGIES.get(name.upper(), name)
     offload = options.get("cpu_offload")
     if isinstance(offload, bool):
         options["cpu_offload"] = CPUOffload() if offload else None

@@ -104,6 +104,7 @@ class Group:
     """
 
     def __init__(self, pg: ProcessGroup | None):
+        self._twin: Group | None = None
         self.pg = pg
         self.size = pg.size() if pg is not None else 1
         self.rank = pg.rank() if pg is not None else 0
@@ -249,6 +250,16 @@ class Group:
         out = [None] * self.size
         dist.all_gather_object(out, value, group=self.pg)
         return out
+
+    def host_twin(self) -> Group:
+        """The same ranks on host connections of their own, so that a thread can use it while training uses this group.
+        Made once; collective the first time."""
+        if self._twin is None:
+            alone = self.size == 1
+            self._twin = self if alone else Group(
+                dist.new_group(list(self.ranks), backend="gloo", use_local_synchronization=True)
+            )
+        return self._twin
 
     def gather_object(self, value) -> list:
         """On the first rank every rank's picklable `value`, in rank order; elsewhere an empty list. Blocks."""

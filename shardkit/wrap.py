@@ -25,7 +25,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import cast
 
 import torch
 from torch import nn
@@ -63,6 +65,25 @@ def size_policy(min_num_params: int) -> SizePolicy:
 
 
 Policy = str | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | SizePolicy | None
+
+
+def from_torch_policy(policy: object) -> Policy:
+    """A policy of FSDP1 (`ModuleWrapPolicy`, `transformer_auto_wrap_policy`, `size_based_auto_wrap_policy`,
+    `lambda_auto_wrap_policy`, or any callable of its signature) as one of ours; ours are returned as they are."""
+    classes = getattr(policy, "_module_classes", None)
+    if classes is not None:
+        return set(classes)
+    function, bound = (policy.func, policy.keywords) if isinstance(policy, partial) else (policy, {})
+    if bound.get("transformer_layer_cls"):
+        return set(bound["transformer_layer_cls"])
+    if "min_num_params" in bound or getattr(function, "__name__", "") == "size_based_auto_wrap_policy":
+        return SizePolicy(int(bound.get("min_num_params", 100_000_000)))
+    if "lambda_fn" in bound:
+        return bound["lambda_fn"]
+    if callable(function) and "recurse" in getattr(getattr(function, "__code__", None), "co_varnames", ()):
+        call = cast(Callable, policy)
+        return lambda module: bool(call(module=module, recurse=False, nonwrapped_numel=_numel(module.parameters())))
+    return cast(Policy, policy)
 
 
 def find_units(

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, ConfigError
 from ..local_shard import LocalShard, ShardInfo
 from . import files
 from .agreement import together
+from .background import finish
 from .full import steps_of
 from .metadata import Checkpoint
 from .optim_state import load_optimizer
@@ -55,6 +56,7 @@ def load_checkpoint(
     Raises, on every rank: CheckpointError for files that are missing or damaged (the model may then be loaded in part:
     load another checkpoint before training on); ConfigError where the checkpoint does not fit the model.
     """
+    finish(model)
     steps = steps_of(model)
     group = world_of(steps)
     folder = find(Path(path).absolute(), group)
@@ -150,9 +152,9 @@ def _check_names(checkpoint: Checkpoint, prefix: str, state: Mapping[str, Any], 
     unexpected = sorted(name for name in known if name not in keys)
     if missing or unexpected:
         raise ConfigError(
-            f"{checkpoint.folder} does not fit the model. Missing in the checkpoint: {_few(missing)}. In the checkpoint "
-            f"and not in the model: {_few(unexpected)}. Build the model that was saved, or pass strict=False to load the "
-            "rest."
+            f"{checkpoint.folder} does not fit the model. Missing in the checkpoint: {_few(missing)}. In the "
+            f"checkpoint and not in the model: {_few(unexpected)}. Build the model that was saved, or pass strict=False "
+            "to load the rest."
         )
 
 

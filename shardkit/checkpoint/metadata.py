@@ -1,9 +1,9 @@
 """The two files that describe a checkpoint: `.metadata`, for `torch.distributed.checkpoint`, and `shardkit.json`.
 
 `.metadata` alone is a checkpoint for every tool that reads DCP's. `shardkit.json` adds what DCP has no place for:
-lengths and checksums of all files, versions, the number of ranks. Each data file `__<rank>_0.distcp` has a description
-`__<rank>_0.json`: where in each record the elements are, and their checksums. A rank reads the descriptions of the files
-it reads from, and no others.
+lengths and checksums of all files, versions, the number of ranks. Each data file `__<rank>_0.distcp` has a
+description `__<rank>_0.json`: where in each record the elements are, and their checksums. A rank reads the descriptions
+of the files it reads from, and no others.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ def _value(checkpoint: Checkpoint, name: str, param: nn.Parameter, counter: bool
     info = home[0].infos[home[1]]
     if saved.shape != info.shape:
         raise ConfigError(
-            f"{name} in {checkpoint.folder} has shape {saved.shape}, and {info.name} has {info.shape}: {optimizer} keeps "
-            "state that is not elementwise, and cannot be cut into pieces."
+            f"{name} in {checkpoint.folder} has shape {saved.shape}, and {info.name} has {info.shape}: {optimizer} "
+            "keeps state that is not elementwise, and cannot be cut into pieces."
         )
     local = torch.empty(info.local_shape, dtype=saved.dtype, device=param.device)
     saved.read_run(checkpoint.reader, *info.piece, local.view(-1))

@@ -87,7 +87,8 @@ def load_full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, s
         groups[-1]["params"] = list(range(at, at + len(members)))
         for p, name in zip(options["params"], members, strict=True):
             if name in state["state"]:
-                local[at] = {k: _copied(v, None) if k in counters else _piece(v, p) for k, v in state["state"][name].items()}
+                saved = state["state"][name].items()
+                local[at] = {k: _copied(v, None) if k in counters else _piece(v, p) for k, v in saved}
             at += 1
     optim.load_state_dict({"state": local, "param_groups": groups})
 
@@ -107,8 +108,8 @@ def _check_known(optim: torch.optim.Optimizer, names) -> None:
         for p in options["params"]:
             if p not in names:
                 raise ConfigError(
-                    f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not one of the model's. Pass the "
-                    "model that the optimizer was built for."
+                    f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not one of the model's. Pass "
+                    "the model that the optimizer was built for."
                 )
 
 
@@ -142,8 +143,8 @@ def _sharded_keys(optim, flat: FlatParam, members: list[int]) -> dict[str, list[
             for key, odd in shapes.items():
                 if odd is not None:
                     raise ConfigError(
-                        f"{type(optim).__name__} keeps {key!r} of shape {odd} for {flat.names[i]}, whose local shape is "
-                        f"{flat.infos[i].local_shape}: it cannot be put together from pieces. Use an optimizer with "
+                        f"{type(optim).__name__} keeps {key!r} of shape {odd} for {flat.names[i]}, whose local shape "
+                        f"is {flat.infos[i].local_shape}: it cannot be put together from pieces. Use an optimizer with "
                         "elementwise state, or a sharded checkpoint for the same number of ranks."
                     )
                 if i not in out.setdefault(key, []):

@@ -64,6 +64,9 @@ def save_checkpoint(
     Raises, on every rank: CheckpointError where a rank could not write, ConfigError for an optimizer of another model,
     a `keep` below 1, or extras that ranks do not all have; StateError where nothing is sharded, or inside a forward.
     """
+    from .background import finish
+
+    finish(model)
     write(path, take_agreed(model, optim, extra, keep), world_of(steps_of(model)), keep, verify)
 
 

@@ -79,8 +79,8 @@ class SavedTensor:
             at += n
         if found != stop - start:
             raise CheckpointError(
-                f"{reader.folder}: {self.name} is not complete: its records hold {found} of the {stop - start} elements "
-                f"[{start}, {stop}). The checkpoint was not finished, or was written by a job that lost a rank."
+                f"{reader.folder}: {self.name} is not complete: its records hold {found} of the {stop - start} "
+                f"elements [{start}, {stop}). The checkpoint was not finished, or its writer lost a rank."
             )
 
     def read(self, reader: Reader) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What this rank has to save: its pieces of the model and the optimizer, under names that do not depend on the wrapping.
+"""What this rank has to save: its pieces of model and optimizer, under names that do not depend on the wrapping.
 
-Names are the paths of `{"model": state_dict, "optim": {"state": {parameter: {key: value}}, "param_groups": [...]}}`, the
-form in which `torch.distributed.checkpoint.state_dict.get_state_dict` hands FSDP2's state to `dcp.save`.
+Names are the paths of `{"model": state_dict, "optim": {"state": {parameter: {key: value}}, "param_groups": [...]}}`,
+the form in which `torch.distributed.checkpoint.state_dict.get_state_dict` hands FSDP2's state to `dcp.save`.
 """
 
 from __future__ import annotations

@@ -68,9 +68,31 @@ class Use(Function):
         record = ctx.record
         edges = iter(ctx.next_functions[1:])  # the first is the anchor's
         nodes = [next(edges)[0] if has_edge else None for has_edge in ctx.has_edge]
-        with torch.no_grad():  # under create_graph the gradients would drag a graph into the reduction
-            locals_ = record.unit.report(record, grads, nodes)
+        locals_ = record.unit.report(record, grads, nodes)
         return (None, None, None, *locals_)
+
+
+class Reduce(Function):
+    """Full gradients of one rank -> local pieces of the averaged gradient, differentiably (`create_graph=True`).
+
+    What is differentiated is the mean of the ranks' losses: a local gradient is 1/N of the sum of all ranks' full ones, so
+    the cotangent of this rank's full gradient is 1/N of all ranks' local cotangents, gathered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, flat: FlatParam, indices: list[int], *grads):
+        ctx.flat, ctx.indices = flat, indices
+        return tuple(piece.to_local() for piece in step.capture(flat, indices, list(grads)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents):
+        flat, indices = ctx.flat, ctx.indices
+        local = torch.zeros(flat.layout.shard_numel, dtype=flat.shard.dtype, device=flat.device)
+        for i, cotangent in zip(indices, cotangents, strict=True):
+            if cotangent is not None:
+                flat.local_piece(local, i).copy_(cotangent)
+        whole = flat.gather_like_shard(local).div_(flat.mesh.size)
+        return (None, None, None, *(whole.as_strided(*flat.full_geometry[i]) for i in indices))
 
 
 class Recipe:

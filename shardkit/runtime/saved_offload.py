@@ -62,8 +62,11 @@ class _ToHost:
         size = t.numel() * t.element_size()
         if size < self.config.min_bytes or t.layout != torch.strided or t.device.type == "meta":
             return False
-        if (t.is_leaf and t.requires_grad) or is_traceable_wrapper_subclass(t):
-            return False  # parameters, and inputs whose gradient somebody waits for: they stay on the device anyway
+        source = t if t._base is None else t._base
+        if isinstance(source, torch.nn.Parameter) or (source.is_leaf and source.requires_grad):
+            return False  # weights, and inputs whose gradient somebody waits for, stay on the device anyway
+        if is_traceable_wrapper_subclass(t):
+            return False
         try:
             return size <= t.untyped_storage().nbytes()  # not for an expanded view, which is larger than its memory
         except (NotImplementedError, RuntimeError):

@@ -6,7 +6,6 @@ its modules keep parameters hold full parameters; afterwards they hold the local
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,13 @@ import torch.nn as nn
 
 from . import precision
 from .flat_param import FlatParam, home_of
-from .recipes import Record, Use, pop_saved_weights, push_saved_weights
+from .recipes import Record, Reduce, Use, pop_saved_weights, push_saved_weights
 
 if TYPE_CHECKING:
     from .step import Step
 
 _in_graph_task = torch._C._current_graph_task_id
+_peek_transforms = torch._C._functorch.peek_interpreter_stack
 _will_execute = torch._C._will_engine_execute_node
 
 
@@ -91,21 +91,21 @@ class Unit:
                 return self._recompute(fn, args, kwargs, way_in)
         else:
             self.entries_seen.add(way_in)
-        step.begin()
+        _bare(step.begin)
         failed = True
         try:
             if self.mp is not None and module is self.module:
                 args, kwargs = precision.cast_inputs(self.mp, args, kwargs)
-            self._enter()
+            _bare(self._enter)
             try:
                 out = fn(*args, **kwargs)
             finally:
-                self._exit()
-            if self.sources and torch.is_grad_enabled():
+                _bare(self._exit)
+            if self.sources and torch.is_grad_enabled() and _peek_transforms() is None:
                 precision.for_each_tensor(out, self._watch)
             failed = False
         finally:
-            step.end(failed)
+            _bare(step.end, failed)
         return step.cast_output(out)
 
     def _watch(self, t: torch.Tensor) -> None:
@@ -176,10 +176,8 @@ class Unit:
         if not trained:
             return None, fulls
         record = Record(self, trained)
-        with _outside_functorch():
-            used = Use.apply(
-                record, [fulls[i] for i in trained], self.step.anchor, *(_edge(self.entries[i].param) for i in trained)
-            )
+        edges = (_edge(self.entries[i].param) for i in trained)
+        used = Use.apply(record, [fulls[i] for i in trained], self.step.anchor, *edges)
         fulls.update(zip(trained, used, strict=True))
         return record, fulls
 
@@ -266,7 +264,8 @@ class Unit:
                 return out
             arrived = wanted
         record.reported()
-        self.step.report(self, [(self.entries[record.positions[k]], grads[k]) for k in arrived], record)
+        with torch.no_grad():  # under create_graph the gradients would drag their graph into the reduction
+            self.step.report(self, [(self.entries[record.positions[k]], grads[k].detach()) for k in arrived], record)
         return out
 
     def _capture(self, record: Record, captured: list[int], grads: tuple, out: list) -> None:
@@ -276,7 +275,12 @@ class Unit:
             mine = [k for k in captured if self.entries[record.positions[k]].flat is flat]
             if mine:
                 indices = [self.entries[record.positions[k]].index for k in mine]
-                for k, piece in zip(mine, self.step.capture(flat, indices, [grads[k] for k in mine]), strict=True):
+                full = [grads[k] for k in mine]
+                if torch.is_grad_enabled():  # create_graph=True
+                    pieces = Reduce.apply(self.step, flat, indices, *full)
+                else:
+                    pieces = self.step.capture(flat, indices, full)
+                for k, piece in zip(mine, pieces, strict=True):
                     out[k] = piece
 
     def reset(self) -> None:
@@ -293,10 +297,11 @@ def _edge(param: nn.Parameter) -> nn.Parameter | None:
     return None if param._backward_hooks or param._post_accumulate_grad_hooks else param
 
 
-def _outside_functorch():
-    """Full parameters belong to no torch.func transform, even when the forward runs inside one."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+def _bare(function, *args):
+    """Runs a step of the engine outside of torch.func transforms: its tensors belong to none of them."""
+    if _peek_transforms() is None:
+        return function(*args)
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_pop_interpreter_stack()
+    with temporarily_clear_interpreter_stack():
+        return function(*args)

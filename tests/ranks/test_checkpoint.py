@@ -82,7 +82,8 @@ def _save(rank, world, folder, seed, steps, load=None, options=None):
 
 def test_reshard_from_4_to_2_to_3_ranks_is_bitwise_equal(tmp_path):
     four, _ = run_ranks(_save, 4, tmp_path / "four", 0, [1, 2])[0]
-    two, loaded = run_ranks(_save, 2, tmp_path / "two", 5, [3], load=tmp_path / "four", options={"units": (nn.Linear,)})[0]
+    linear = {"units": (nn.Linear,)}
+    two, loaded = run_ranks(_save, 2, tmp_path / "two", 5, [3], load=tmp_path / "four", options=linear)[0]
     assert_same(loaded, four)
     _, loaded = run_ranks(_save, 3, tmp_path / "three", 6, [], load=tmp_path / "two", options={"units": ()})[0]
     assert_same(loaded, two)

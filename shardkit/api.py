@@ -135,6 +135,7 @@ def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any], s
         shard=checked.strategy.shard,
         mesh2d=checked.strategy.mesh2d,
         check_order=checked.check_order,
+        near=checked.near,
     )
     build(module, nested, mesh, checked, ignored_modules, ignored_params, FullyShardedDataParallel)
     wrap_blocks(recomputed, checked.activation_checkpointing)

@@ -328,11 +328,12 @@ class Mesh:
 
     shard: ranks that hold the pieces of one parameter. replicate: ranks that hold the same piece.
     world: all of them, on which ranks agree at wrap time. channel: None where there is nobody to disagree with, or
-    where no host messages can be exchanged (the fake backend of a simulation).
+    where no host messages can be exchanged (the fake backend of a simulation). near: neighbours within the shard group
+    that together keep full parameters from forward to backward; None where nobody does.
     """
 
-    def __init__(self, shard: Group, replicate: Group, world: Group, channel: Channel | None):
-        self.shard, self.replicate, self.world, self.channel = shard, replicate, world, channel
+    def __init__(self, shard: Group, replicate: Group, world: Group, channel: Channel | None, near: Group | None):
+        self.shard, self.replicate, self.world, self.channel, self.near = shard, replicate, world, channel, near
 
     def __deepcopy__(self, memo):
         return self
@@ -346,7 +347,7 @@ def _group(pg: ProcessGroup | None) -> Group:
     return Group(pg if pg is not None and pg.size() > 1 else None)
 
 
-def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool, check_order: bool) -> Mesh:
+def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool, check_order: bool, near: int = 0) -> Mesh:
     """The mesh for a wrapping. Collective over the ranks concerned when a host channel must be opened.
 
     process_group: a ProcessGroup, or a (shard group, replicate group) pair. device_mesh: 1-D (shard) or 2-D
@@ -386,7 +387,18 @@ def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool
         inner, outer = Group(None), inner if inner.size > 1 else outer
     world, ranks = _world_of(inner, outer)
     can_talk = check_order and len(ranks) > 1 and world.backend != "fake"
-    return Mesh(inner, outer, world, Channel.of(ranks) if can_talk else None)
+    return Mesh(inner, outer, world, Channel.of(ranks) if can_talk else None, _near(inner, near))
+
+
+def _near(shard: Group, n: int) -> Group | None:
+    """The group of n neighbours in the shard group that this rank belongs to."""
+    if n == 0 or n == shard.size:
+        return None
+    if shard.size % n:
+        fits = [d for d in range(1, shard.size + 1) if shard.size % d == 0]
+        raise ConfigError(f"reshard_after_forward={n} does not divide the {shard.size} ranks of the shard group. Use {fits}.")
+    first = shard.rank // n * n
+    return Group(dist.new_group(shard.ranks[first : first + n], use_local_synchronization=True) if n > 1 else None)
 
 
 def _split_by_node(pg: ProcessGroup):

@@ -159,8 +159,9 @@ class Options:
 
     sharding_strategy: str = "full"
     """One of `STRATEGIES`."""
-    reshard_after_forward: bool | None = None
-    """Drop full parameters after forward. None: what the strategy says."""
+    reshard_after_forward: bool | int | None = None
+    """Drop full parameters after forward. A whole number n: split them over n neighbouring ranks instead, so that
+    backward gathers among these (ZeRO++'s hierarchical partitioning). None: what the strategy says."""
     mixed_precision: MixedPrecision | None = None
     """None: everything stays in the dtype it has."""
     cpu_offload: CPUOffload | None = None
@@ -198,9 +199,9 @@ class Options:
                 f"reshard_after_forward=True contradicts sharding_strategy={self.sharding_strategy!r}, which keeps full "
                 "parameters between steps. Use 'full' or 'hybrid', or leave reshard_after_forward at None."
             )
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
+        if not isinstance(self.reshard_after_forward, (bool, int, type(None))) or self.near < 0:
             raise ConfigError(
-                f"reshard_after_forward={self.reshard_after_forward!r}: only True, False and None are supported."
+                f"reshard_after_forward={self.reshard_after_forward!r}: expected True, False, None or a number of ranks."
             )
         for field, kind in _KINDS.items():
             value = getattr(self, field)
@@ -217,6 +218,12 @@ class Options:
         return STRATEGIES[self.sharding_strategy]
 
     @property
+    def near(self) -> int:
+        """Number of neighbouring ranks that keep full parameters between forward and backward; 0: no such group."""
+        chosen = self.reshard_after_forward
+        return 0 if chosen is None or isinstance(chosen, bool) else chosen
+
+    @property
     def drop_after_forward(self) -> bool:
         chosen = self.reshard_after_forward
-        return self.strategy.drop_after_forward if chosen is None else chosen
+        return self.strategy.drop_after_forward if chosen is None else bool(chosen)

@@ -80,6 +80,7 @@ class FlatParam:
     def start_over(self) -> None:
         """Nothing is gathered, under way or accumulated."""
         self.buffer: torch.Tensor | None = None
+        self.nearby: torch.Tensor | None = None  # this rank's share of the buffer among its neighbours
         self.holders = 0  # units that compute with the buffer right now
         self._work: Work | None = None
         self._deposited = False  # a gradient has arrived since the buffer was gathered
@@ -111,6 +112,13 @@ class FlatParam:
         """Where this rank's slice lies in a full buffer."""
         n = self.layout.shard_numel
         return slice(self.mesh.shard.rank * n, (self.mesh.shard.rank + 1) * n)
+
+    @property
+    def _near_slot(self) -> slice:
+        """The part of a full buffer that this rank keeps for its neighbours."""
+        assert self.mesh.near is not None
+        n = self.layout.numel // self.mesh.near.size
+        return slice(self.mesh.near.rank * n, (self.mesh.near.rank + 1) * n)
 
     @property
     def is_whole(self) -> bool:
@@ -190,10 +198,15 @@ class FlatParam:
             buffer = self.buffer if self.persistent else None
             if buffer is None:
                 buffer = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
-            slot = buffer[self.slot]
-            if slot.data_ptr() != self.shard.data_ptr() or slot.dtype != self.shard.dtype:
-                slot.copy_(self.shard, non_blocking=True)  # the one cast, and the copy to the device
-            self._work = self.mesh.shard.all_gather(buffer)
+            if self.nearby is not None:
+                assert self.mesh.near is not None
+                buffer[self._near_slot].copy_(self.nearby)
+                self._work = self.mesh.near.all_gather(buffer)
+            else:
+                slot = buffer[self.slot]
+                if slot.data_ptr() != self.shard.data_ptr() or slot.dtype != self.shard.dtype:
+                    slot.copy_(self.shard, non_blocking=True)  # the one cast, and the copy to the device
+                self._work = self.mesh.shard.all_gather(buffer)
             self.buffer = buffer
         self.step.storages[self.buffer.untyped_storage()._cdata] = self
 
@@ -249,10 +262,16 @@ class FlatParam:
             self._work.wait()  # a buffer must outlive the collective that fills it
             self._work = None
 
-    def release(self) -> None:
-        """Drops the full parameters if no unit computes with them and the strategy does not keep them."""
-        if self.holders == 0 and not self.persistent:
-            self.forget()
+    def release(self, backward_follows: bool = False) -> None:
+        """Drops the full parameters if no unit computes with them and the strategy does not keep them. Neighbours keep
+        them together where a backward follows and the mesh says so."""
+        if self.holders or self.persistent:
+            return
+        if backward_follows and self.mesh.near is not None and self.needed_in_backward and self.buffer is not None:
+            self.nearby = self.wait()[self._near_slot].clone()
+        elif not backward_follows:
+            self.nearby = None
+        self.forget()
 
     def forget(self) -> None:
         """Drops the full parameters; kept memory (zero1, zero2) becomes stale instead."""

@@ -27,7 +27,7 @@ from ..errors import OrderError
 if TYPE_CHECKING:
     from .step import Step
 
-GATHER, REDUCE, CAPTURE, STEP, END = range(5)
+GATHER, GATHER_NEAR, REDUCE, CAPTURE, STEP, END = range(6)
 FORWARD, EVALUATION, BACKWARD, BROKEN, JOINED = range(5)
 _WHAT = ("ended a forward", "ended an evaluation", "ended a backward", "raised an exception", "left join()")
 
@@ -106,6 +106,12 @@ class Order:
     def _carry_out(self, messages, own: Wish | None = None) -> bool:
         """Performs or serves the wishes among `messages`. True if there were none: every rank is at an end."""
         wishes = sorted({m[:3] for m in messages if m[0] != END}, key=lambda w: (w[2], w[0], w[1]))
+        if len({m[:3] for m in messages}) > 1 and any(w[0] == GATHER_NEAR for w in wishes):
+            raise OrderError(
+                "ranks run different units, and reshard_after_forward=n keeps parameters only on ranks that ran them: "
+                + "; ".join(f"rank {r} wants {m[:2]}" for r, m in enumerate(messages))
+                + ". Use reshard_after_forward=True."
+            )
         for wish in wishes:
             what, index, root = wish
             step = self.channel.roots[root]

@@ -22,7 +22,7 @@ from ..errors import StateError
 from . import precision
 from .flat_param import FlatParam
 from .join import Join
-from .order import BACKWARD, CAPTURE, EVALUATION, FORWARD, GATHER, REDUCE, STEP, Order
+from .order import BACKWARD, CAPTURE, EVALUATION, FORWARD, GATHER, GATHER_NEAR, REDUCE, STEP, Order
 from .recipes import Record, SavedWeights
 from .unit import Entry, Unit, in_backward
 
@@ -99,7 +99,7 @@ class Step:
         if what == STEP:
             return  # the optimizer does it
         flat = self.flats[index]
-        if what == GATHER:
+        if what in (GATHER, GATHER_NEAR):
             flat.gather()
         elif what == REDUCE:
             self._track(flat, flat.reduce())
@@ -127,7 +127,7 @@ class Step:
             if flat.mesh.shard.size == 1 or flat.layout.numel == 0:
                 flat.gather()
             else:
-                self.order.request(self, GATHER, flat.index)
+                self.order.request(self, GATHER if flat.nearby is None else GATHER_NEAR, flat.index)
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -142,6 +142,7 @@ class Step:
             self.settle()
             mode = (self.units[0].module.training, torch.is_grad_enabled())
             for flat in self.flats:
+                flat.nearby = None  # of a forward whose backward never came
                 if flat.buffer is not None and flat.may_be_stale(mode != self._mode):
                     flat.forget()
             self._mode = mode

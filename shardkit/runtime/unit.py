@@ -197,7 +197,7 @@ class Unit:
         for flat in self.sources:
             flat.holders -= 1
             if not self.opened and not (keep and (flat.needed_in_backward or not self.step.options.drop_after_forward)):
-                flat.release()
+                flat.release(backward_follows=torch.is_grad_enabled())
 
     def _keep_changes(self) -> None:
         """Writes back what the forward changed in place: `max_norm` embeddings, spectral norm, pruning."""

@@ -6,6 +6,7 @@
     describe(model)                                     a table of what was made
     full_state_dict, load_full_state_dict               whole weights in and out
     full_optim_state_dict, load_full_optim_state_dict   whole optimizer state in and out
+    save_safetensors, load_safetensors                  weights as the Hugging Face tools keep them
     save_checkpoint, load_checkpoint, async_save        sharded checkpoints, for any number of ranks
 
 Importing shardkit imports torch alone.
@@ -15,6 +16,7 @@ from .activation import checkpoint_wrapper
 from .api import FullyShardedDataParallel, auto_wrap
 from .checkpoint.background import async_save
 from .checkpoint.full import full_state_dict, load_full_state_dict
+from .checkpoint.huggingface import load_safetensors, save_safetensors
 from .checkpoint.load import load_checkpoint
 from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
 from .checkpoint.save import save_checkpoint
@@ -49,6 +51,8 @@ __all__ = [
     "load_checkpoint",
     "load_full_optim_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "save_checkpoint",
+    "save_safetensors",
     "size_policy",
 ]

@@ -33,7 +33,7 @@ from .errors import ConfigError
 from .runtime.managed import _generate, unit_of
 from .runtime.saved_offload import to_host
 from .runtime.unit import Unit, in_backward
-from .wrap import Policy, find_units
+from .wrap import find_units
 
 _CHECKPOINT, _OFFLOAD = "_shardkit_checkpoint", "_shardkit_offload"  # where a module keeps its settings
 _MAX_DEPTH = 6  # of containers in inputs and outputs, as runtime/precision.py looks into them
@@ -106,7 +106,8 @@ class Checkpointed(nn.Module):
 
     def __reduce_ex__(self, protocol):
         # The generated class is found under no name, so what is pickled is the class before and the mixin's work.
-        make, args, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
         base = next(c for c in type(self).__mro__[1:] if c is not Checkpointed)
         return _remade, (base, make, tuple(base if a is type(self) else a for a in args)), *rest
 
@@ -117,6 +118,7 @@ def _remade(base: type, make: Callable, args: tuple) -> nn.Module:
     return module
 
 
+@torch._disable_dynamo  # as torch's checkpoint itself, whose other way, tracing into it, knows no contexts like ours
 def _checkpointed(module: nn.Module, call: Callable, args: tuple, kwargs: dict):
     """`call(*args, **kwargs)` under a checkpoint. The units around are active."""
     config: ActivationCheckpointing = module.__dict__[_CHECKPOINT]
@@ -314,9 +316,9 @@ def choose_blocks(
             # The first of each stretch: what the last block keeps is used at once, so that is the one to leave out.
             chosen = [b for i, b in enumerate(blocks) if math.ceil(i * k / n) < math.ceil((i + 1) * k / n)]
     else:
-        matches: Policy = where if callable(where) else lambda m: isinstance(m, tuple(where))
+        matches: Callable = where if callable(where) else lambda m: isinstance(m, tuple(where))
         left_alone = {m for root in ignored for m in root.modules()} | {model}
-        chosen = [m for m in model.modules() if m not in left_alone and matches(m)]  # type: ignore[operator]
+        chosen = [m for m in model.modules() if m not in left_alone and matches(m)]
     if not chosen:
         raise ConfigError(
             f"activation_checkpointing={where!r} selects no module of {type(model).__name__}. Pass the class of its "

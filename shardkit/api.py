@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from .activation import choose_blocks, offload_activations, wrap_blocks
+from .checkpoint.huggingface import save_pretrained
+from .checkpoint.torch_state import answer_optimizer_request
 from .comm import make_mesh
 from .config import ActivationCheckpointing, ActivationOffload, CPUOffload, Options
 from .errors import ConfigError
@@ -97,9 +100,22 @@ class FullyShardedDataParallel(Managed):
         """
         return join(self._shardkit_step, optimizers)
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if callable(getattr(cls, "save_pretrained", None)):
+            cls.save_pretrained = _save_pretrained
+
     def named_parameters(self, *args, **kwargs):
         self._shardkit_step.settle()  # after a step that broke off, full parameters may still be in place
+        answer_optimizer_request(self, sys._getframe(1))
         return super().named_parameters(*args, **kwargs)
+
+
+def _save_pretrained(self, save_directory, *args, **kwargs):
+    """See `checkpoint.huggingface.save_pretrained`. Collective, unless it is given a `state_dict`."""
+    after = type(self).__mro__[type(self).__mro__.index(FullyShardedDataParallel) + 1 :]
+    method = next(c.__dict__["save_pretrained"] for c in after if "save_pretrained" in c.__dict__)
+    return save_pretrained(self, method.__get__(self), save_directory, *args, **kwargs)
 
 
 def auto_wrap(model: nn.Module, *, policy: Policy = "auto", **options: Any) -> nn.Module:

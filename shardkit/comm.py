@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions
 
 from .errors import ConfigError
 from .layout import FlatLayout
@@ -29,9 +30,10 @@ from .layout import FlatLayout
 FAST_GLOO_RANKS = 8  # beyond this the number of messages outweighs what gloo's own forms waste
 _TAG = 0x5A4D  # tag of our point-to-point messages, so that they never pair with a user's
 
-# torch 2.13 renamed these two and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The process group's own methods, below the bookkeeping of torch.distributed's functions, which costs more than these
+# calls themselves. torch 2.13 renamed two of them.
+_ALL_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 # What gloo can move as it is; other dtypes travel as bytes.
 _NATIVE = {
@@ -111,7 +113,9 @@ class Group:
         self.ranks = dist.get_process_group_ranks(pg) if pg is not None else [dist.get_rank()]
         self.backend = dist.get_backend(pg) if pg is not None else "none"
         self.peers = [r for r in range(self.size) if r != self.rank]
-        self.direct = "gloo" in self.backend and self.size <= FAST_GLOO_RANKS and self.backend != "fake"
+        self.direct = "gloo" in self.backend and self.size <= FAST_GLOO_RANKS
+        # False for a backend that moves nothing, such as "fake", or the simulator's "fake_gloo" and "fake_nccl"
+        self.talks = not self.backend.startswith("fake")
 
     def __deepcopy__(self, memo):
         return self  # a process group is a connection, not data
@@ -130,13 +134,11 @@ class Group:
         buffer = _wire(buffer)
         n = buffer.numel() // self.size
         if self._is_direct(buffer):
-            works = [
-                dist.broadcast(buffer.narrow(0, r * n, n), self.ranks[r], group=self.pg, async_op=True)
-                for r in range(self.size)
-            ]
-            return Work(works, (buffer,))
+            return Work([self._broadcast(part, r) for r, part in enumerate(buffer.split(n))], (buffer,))
+        options = AllgatherOptions()
+        options.asyncOp = True
         own = buffer.narrow(0, self.rank * n, n)
-        return Work([_all_gather(buffer, own, group=self.pg, async_op=True)], (buffer,))
+        return Work([getattr(self.pg, _ALL_GATHER)(buffer, own, options)], (buffer,))
 
     def reduce_scatter(self, buffer: torch.Tensor, divisor: int) -> Work:
         """Sums `buffer` (size * n elements) over the ranks and divides by `divisor`. The result, this rank's slice of
@@ -157,16 +159,21 @@ class Group:
         out = buffer.new_empty(n)
         # NCCL scales before it adds, so that a 16-bit sum cannot overflow; gloo's AVG is a sum and a division.
         average = "nccl" in self.backend and divisor == self.size
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work = _reduce_scatter(out, buffer, op=op, group=self.pg, async_op=True)
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        options.asyncOp = True
+        work = getattr(self.pg, _REDUCE_SCATTER)(out, buffer, options)
         return Work([work], (buffer,), lambda: out if average or divisor == 1 else out.div_(divisor))
 
     def _reduce_scatter_direct(self, buffer: torch.Tensor, n: int, divisor: int) -> Work:
-        received = {r: buffer.new_empty(n) for r in self.peers}
-        works = [self._receive(received[r], r) for r in self.peers]
-        works += [self._send(buffer.narrow(0, r * n, n), r) for r in self.peers]
+        works = [self._send(buffer.narrow(0, r * n, n), r) for r in self.peers]
         own = buffer.narrow(0, self.rank * n, n)
-        return Work(works, (buffer,), lambda: self._sum_in_order(received, lambda total: total.add_(own), divisor))
+
+        def receive(r):
+            total = buffer.new_empty(n)
+            return [self._receive(total, r)], lambda: total
+
+        return self._sum_in_order(works, (buffer,), receive, lambda total: total.add_(own), divisor)
 
     def reduce_scatter_parts(self, parts: dict[int, torch.Tensor], cuts: Cuts, divisor: int) -> Work:
         """As `reduce_scatter`, of a buffer that was never put together: `parts[i]` is the flattened gradient of
@@ -176,59 +183,82 @@ class Group:
         saves a copy of the whole unit, and the memory for it.
         """
         example = next(iter(parts.values()))
+        mine = cuts.of[self.rank]
 
         def piece(i, start, stop):
             part = parts.get(i)
             return example.new_zeros(stop - start) if part is None else part[start:stop]
 
-        received, packed, works, sent = {}, {}, [], []
-        for r in self.peers:
-            total = received[r] = example.new_empty(cuts.length)
-            mine = cuts.of[self.rank]
-            works += [self._receive(total[lo : lo + stop - start], r) for i, start, stop, lo in mine.large]
+        def receive(r):
+            total = example.new_empty(cuts.length)
+            works = [self._receive(total[lo : lo + stop - start], r) for _, start, stop, lo in mine.large]
+            packed = example.new_empty(mine.packed)
             if mine.small:
-                packed[r] = example.new_empty(mine.packed)
-                works.append(self._receive(packed[r], r))
-        for r in self.peers:
-            theirs = cuts.of[r]
-            messages = [piece(*cut[:3]) for cut in theirs.large]
-            if theirs.small:
-                messages.append(torch.cat([piece(*cut[:3]) for cut in theirs.small]))
-            works += [self._send(m, r) for m in messages]
-            sent += messages
+                works.append(self._receive(packed, r))
+
+            def unpack():
+                views = [total[lo : lo + stop - start] for _, start, stop, lo in mine.small]
+                if views:
+                    torch._foreach_copy_(views, list(packed.split([stop - start for _, start, stop, _ in mine.small])))
+                return total
+
+            return works, unpack
 
         def add_own(total):
-            own = [cut for cut in (*cuts.of[self.rank].large, *cuts.of[self.rank].small) if cut[0] in parts]
+            own = [cut for cut in (*mine.large, *mine.small) if cut[0] in parts]
             if own:
                 views = [total[lo : lo + stop - start] for _, start, stop, lo in own]
                 torch._foreach_add_(views, [parts[i][start:stop].to(total.dtype) for i, start, stop, _ in own])
 
+        works, sent = [], []
+        for r in self.peers:
+            messages = [piece(*cut[:3]) for cut in cuts.of[r].large]
+            if cuts.of[r].small:
+                messages.append(torch.cat([piece(*cut[:3]) for cut in cuts.of[r].small]))
+            works += [self._send(m, r) for m in messages]
+            sent += messages
+        return self._sum_in_order(works, (parts, sent), receive, add_own, divisor)
+
+    def _sum_in_order(self, sends: list, keep: tuple, receive, add_own, divisor: int) -> Work:
+        """A reduction: adds what the ranks send in rank order, whatever arrives first: the same bits on every run.
+
+        One rank's pieces are received at a time, the first from now on, so that memory for them does not grow with the
+        group. The first two terms may swap, because a + b == b + a, and that leaves a received tensor, not a part of a
+        larger one, as the result.
+        """
+        first = receive(self.peers[0])
+
+        def arrive(pending):
+            works, unpack = pending
+            for work in works:
+                work.wait()
+            return unpack()
+
         def finish():
-            for r, pack in packed.items():
-                small = cuts.of[self.rank].small
-                views = [received[r][lo : lo + stop - start] for _, start, stop, lo in small]
-                torch._foreach_copy_(views, list(pack.split([stop - start for _, start, stop, _ in small])))
-            return self._sum_in_order(received, add_own, divisor)
+            total = arrive(first)
+            if total.dtype in (torch.float16, torch.bfloat16):
+                total = total.float()
+            for r in range(self.size):
+                if r == self.rank:
+                    add_own(total)
+                elif r != self.peers[0]:
+                    total += arrive(receive(r))
+            for work in sends:
+                work.wait()
+            return total if divisor == 1 else total.div_(divisor)
 
-        return Work(works, (parts, sent), finish)
-
-    def _sum_in_order(self, received: dict[int, torch.Tensor], add_own, divisor: int) -> torch.Tensor:
-        """Adds in rank order, whatever arrived first: the same bits on every run. The first two terms may swap,
-        because a + b == b + a, and that leaves a received tensor, not a part of a larger one, as the result."""
-        first = received.pop(self.peers[0])
-        total = first.float() if first.dtype in (torch.float16, torch.bfloat16) else first
-        for r in range(self.size):
-            if r == self.rank:
-                add_own(total)
-            elif r in received:
-                total += received.pop(r)
-        return total if divisor == 1 else total.div_(divisor)
+        return Work((), keep, finish)
 
     def _receive(self, t: torch.Tensor, rank: int):
-        return dist.irecv(t, self.ranks[rank], group=self.pg, tag=_TAG)
+        return self.pg.recv([t], rank, _TAG)
 
     def _send(self, t: torch.Tensor, rank: int):
-        return dist.isend(t, self.ranks[rank], group=self.pg, tag=_TAG)
+        return self.pg.send([t], rank, _TAG)
+
+    def _broadcast(self, t: torch.Tensor, root: int):
+        options = BroadcastOptions()
+        options.rootRank, options.asyncOp = root, True
+        return self.pg.broadcast([t], options)
 
     def all_reduce(self, t: torch.Tensor, op=dist.ReduceOp.SUM) -> Work:
         """Reduces `t` in place over the ranks."""
@@ -241,7 +271,7 @@ class Group:
         """Overwrites the contiguous tensor `t` with that of rank `src` of this group."""
         if self.size == 1 or t.numel() == 0:
             return Work()
-        return Work([dist.broadcast(_wire(t.view(-1)), self.ranks[src], group=self.pg, async_op=True)], (t,))
+        return Work([self._broadcast(_wire(t.view(-1)), src)], (t,))
 
     def all_gather_object(self, value) -> list:
         """Every rank's picklable `value`, in rank order. A blocking host call, for wrapping and checkpoints."""
@@ -386,7 +416,7 @@ def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool
             raise ConfigError("sharding_strategy='none' takes a 1-D mesh or a process group, not a 2-D mesh.")
         inner, outer = Group(None), inner if inner.size > 1 else outer
     world, ranks = _world_of(inner, outer)
-    can_talk = check_order and len(ranks) > 1 and world.backend != "fake"
+    can_talk = check_order and len(ranks) > 1 and world.talks
     return Mesh(inner, outer, world, Channel.of(ranks) if can_talk else None, _near(inner, near))
 
 
@@ -431,6 +461,8 @@ def _world_of(inner: Group, outer: Group) -> tuple[Group, list[int]]:
         return inner, inner.ranks
     if inner.size == 1:
         return outer, outer.ranks
+    if inner.size * outer.size == dist.get_world_size():
+        return Group(dist.group.WORLD), list(range(dist.get_world_size()))
     everyone = inner.all_gather_object(outer.ranks)
     ranks = sorted(r for row in everyone for r in row)
     world = dist.group.WORLD

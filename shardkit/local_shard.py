@@ -15,6 +15,7 @@ To `torch.distributed.checkpoint` a LocalShard is the whole tensor, of which thi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -79,6 +80,19 @@ class _Loaded(ShardInfo):
         return self.layout.local_shape(self.index, self.group)
 
 
+def _become(cls: type, t: torch.Tensor) -> Any:
+    """The new tensor `t` as a `cls`, a subclass of torch.Tensor; where `t` has a class of its own, as both."""
+    if type(t) is torch.Tensor:
+        return torch.Tensor._make_subclass(cls, t)
+    t.__class__ = _both(cls, type(t))  # type: ignore[assignment]
+    return t
+
+
+@functools.cache
+def _both(cls: type, own: type) -> type:
+    return type(cls.__name__, (cls, own), {})
+
+
 class LocalShard(torch.Tensor):
     """This rank's piece of a tensor that is split over a group. See the module docstring.
 
@@ -92,7 +106,14 @@ class LocalShard(torch.Tensor):
     @staticmethod
     def wrap(local: torch.Tensor, info: ShardInfo) -> LocalShard:
         """`local` (shape `info.local_shape`) as a LocalShard that shares its memory."""
-        out = torch.Tensor._make_subclass(LocalShard, local.detach())
+        out = _become(LocalShard, local.detach())
+        out.shard_info = info
+        return out
+
+    @staticmethod
+    def of(fresh: torch.Tensor, info: ShardInfo) -> LocalShard:
+        """As `wrap`, for a tensor that nobody else holds and that is no view in autograd's sense."""
+        out = _become(LocalShard, fresh)
         out.shard_info = info
         return out
 
@@ -258,7 +279,7 @@ class _PendingNorm(torch.Tensor):
     @staticmethod
     def of(source: LocalShard, order: float) -> _PendingNorm:
         dtype = source.dtype.to_real() if source.dtype.is_complex else source.dtype
-        out = torch.Tensor._make_subclass(_PendingNorm, torch.zeros((), dtype=dtype, device=source.device))
+        out = _become(_PendingNorm, torch.zeros((), dtype=dtype, device=source.device))
         out.source, out.order = source, order
         return out
 

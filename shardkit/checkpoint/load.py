@@ -7,6 +7,7 @@ all. Ranks agree after each, so that a file that is missing or damaged for one i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def load_model(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> None:
     wanted = {key: _saved_name(checkpoint, prefix, key, state) for key in state}
     missing = sorted(key for key, name in wanted.items() if name is None)
     if strict:
-        _check_names(checkpoint, prefix, state, missing)
+        _check_names(checkpoint, model, prefix, state, missing)
     loaded: dict[str, Any] = {}
     seen: set[ShardInfo] = set()
     for key, name in wanted.items():
@@ -145,16 +146,26 @@ def _saved_name(checkpoint: Checkpoint, prefix: str, key: str, state: Mapping[st
     return None
 
 
-def _check_names(checkpoint: Checkpoint, prefix: str, state: Mapping[str, Any], missing: list[str]) -> None:
+def _not_ignored(model: nn.Module, which: str, names: list[str]) -> list[str]:
+    """Without those that a `transformers` model says not to mind."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{which}", None) or ()
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _check_names(
+    checkpoint: Checkpoint, model: nn.Module, prefix: str, state: Mapping[str, Any], missing: list[str]
+) -> None:
     keys = {prefix + clean(key) for key in state}
     saved = {*checkpoint.tensors, *checkpoint.objects}
-    known = [name for name in saved if name.startswith(prefix)] if prefix else []
-    unexpected = sorted(name for name in known if name not in keys)
+    # Without a prefix, a checkpoint may hold other things beside the model; files of weights hold nothing else.
+    known = [name for name in saved if name.startswith(prefix)] if prefix or not hasattr(checkpoint, "paths") else []
+    unexpected = _not_ignored(model, "unexpected", sorted(name for name in known if name not in keys))
+    missing = _not_ignored(model, "missing", missing)
     if missing or unexpected:
         raise ConfigError(
             f"{checkpoint.folder} does not fit the model. Missing in the checkpoint: {_few(missing)}. In the "
-            f"checkpoint and not in the model: {_few(unexpected)}. Build the model that was saved, or pass strict=False "
-            "to load the rest."
+            f"checkpoint and not in the model: {_few(unexpected)}. Build the model that was saved, or pass "
+            "strict=False to load the rest."
         )
 
 

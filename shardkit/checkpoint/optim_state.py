@@ -37,7 +37,8 @@ def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optim: torch.optim.
     for name, keys in saved.items():
         param = aliases[name]
         for key, full in keys.items():
-            states.setdefault(param, {})[key] = _value(checkpoint, full, param, key in counters, type(optim).__name__)
+            into = optim.state[param].get(key) if param in optim.state else None
+            states.setdefault(param, {})[key] = _value(checkpoint, full, param, key in counters, into)
     for name, kept in odd.items():
         home = home_of(aliases[name]) if name in aliases else None
         if home is None or tuple(kept["piece"]) != home[0].infos[home[1]].piece:
@@ -152,7 +153,9 @@ def _example(checkpoint: Checkpoint, name: str) -> Any:
     return torch.empty(checkpoint.tensors[name].shape, device="meta") if name in checkpoint.tensors else None
 
 
-def _value(checkpoint: Checkpoint, name: str, param: nn.Parameter, counter: bool, optimizer: str) -> Any:
+def _value(checkpoint: Checkpoint, name: str, param: nn.Parameter, counter: bool, into: Any) -> Any:
+    """One saved value, cut for `param`. `into`: what the optimizer has in its place; its memory is used where it fits,
+    so that loading into an optimizer that has stepped needs no memory for a second state."""
     if name in checkpoint.objects:
         return checkpoint.read_object(name)
     saved, home = checkpoint.tensor(name), home_of(param)
@@ -161,9 +164,12 @@ def _value(checkpoint: Checkpoint, name: str, param: nn.Parameter, counter: bool
     info = home[0].infos[home[1]]
     if saved.shape != info.shape:
         raise ConfigError(
-            f"{name} in {checkpoint.folder} has shape {saved.shape}, and {info.name} has {info.shape}: {optimizer} "
-            "keeps state that is not elementwise, and cannot be cut into pieces."
+            f"{name} in {checkpoint.folder} has shape {saved.shape}, and {info.name} has {info.shape}: a "
+            "state that is not elementwise cannot be cut into pieces."
         )
-    local = torch.empty(info.local_shape, dtype=saved.dtype, device=param.device)
+    local = into.to_local() if isinstance(into, LocalShard) else into
+    fits = isinstance(local, torch.Tensor) and local.dtype == saved.dtype and local.is_contiguous()
+    if not fits or tuple(local.shape) != info.local_shape:
+        local = torch.empty(info.local_shape, dtype=saved.dtype, device=param.device)
     saved.read_run(checkpoint.reader, *info.piece, local.view(-1))
-    return local.to_local() if isinstance(local, LocalShard) else local
+    return local

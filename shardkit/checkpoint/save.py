@@ -31,6 +31,7 @@ from .saved import Box
 from .snapshot import Piece, Snapshot, Whole, pickled, take, world_of
 
 RANK_STATE = "shardkit_rank_state"
+_AHEAD = 16 << 20  # bytes that are handed to the disk together while the next ones are prepared
 
 
 def save_checkpoint(
@@ -180,6 +181,7 @@ class _Writer:
         self.folder, self.file = folder, file
         self.written: list[Written] = []
         self.extents: dict[int, records.Extent] = {}
+        self._flushing = 0  # bytes that the system was told to write out
 
     def __enter__(self):
         self.stream = open(self.folder / self.file, "wb", buffering=1 << 20)
@@ -215,6 +217,9 @@ class _Writer:
             length, self.extents[start] = records.write_tensor(self.stream, host.resolve_conj().resolve_neg(), sizes)
             self.written.append(Written(path, self.file, start, length, flat.dtype, shape, offsets, sizes))
             at += n
+            if start + length - self._flushing > _AHEAD:
+                files.start_flushing(self.stream, self._flushing, start + length)
+                self._flushing = start + length
 
     def content(self, path: tuple, data: bytes) -> None:
         start = self.stream.tell()

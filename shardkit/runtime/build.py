@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 import zlib
+
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm import Mesh
 from ..config import MixedPrecision, Options
@@ -176,7 +178,7 @@ def _cached_params(module: nn.Module):
 def _check_param(param: nn.Parameter, name: str) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ConfigError(f"{name} is not initialised yet (a lazy module). Run one forward on a batch before wrapping.")
-    if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
+    if is_traceable_wrapper_subclass(param.data):  # DTensor, quantised weights: their memory is elsewhere
         raise ConfigError(
             f"{name} is a {type(param).__name__}. Only plain parameters can be sharded; pass it in ignored_states."
         )
@@ -198,7 +200,7 @@ def _borrowers(drafts: list[_Draft]) -> dict[nn.Parameter, tuple[str, ...]]:
 
 def _compare_plans(drafts: list[_Draft], mesh: Mesh, options: Options) -> None:
     """Raises PlanMismatchError on all ranks unless every rank is about to build the same units."""
-    if mesh.world.size == 1 or mesh.world.backend == "fake":
+    if mesh.world.size == 1 or not mesh.world.talks:
         return
     lines = [f"options {dataclass_summary(options)}"]
     for draft in drafts:
@@ -226,7 +228,7 @@ def dataclass_summary(options: Options) -> str:
 
 def _agree_on_weights(draft: _Draft, mesh: Mesh, options: Options) -> None:
     """Takes the first rank's parameters and buffers, or raises PlanMismatchError on all ranks if they differ."""
-    if mesh.world.size == 1 or mesh.world.backend == "fake":
+    if mesh.world.size == 1 or not mesh.world.talks:
         return
     if options.sync_module_states:
         tensors = [p.data for p in draft.owned]

@@ -106,6 +106,8 @@ class FlatParam:
         for i in range(len(layout.shapes)):
             start, stop = layout.piece(i, rank)
             self._local_views.append((layout.local_offset(i, rank), stop - start, layout.local_shape(i, rank)))
+        self._local_geometry = [(shape, _contiguous_strides(shape), lo) for lo, _, shape in self._local_views]
+        self._in_order = sorted(range(len(layout.shapes)), key=lambda i: layout.offsets[i])
 
     @property
     def slot(self) -> slice:
@@ -153,9 +155,8 @@ class FlatParam:
 
     def absorb(self) -> None:
         """Takes over what the user put in place of a local parameter's memory: `p.data = x`, or `module.to(dtype)`."""
-        for p, pointer in zip(self.params, self._pointers, strict=True):
-            if p.data_ptr() != pointer or p.dtype != self.shard.dtype:
-                return self._absorb()
+        if [p.data_ptr() for p in self.params] != self._pointers or self.params[0].dtype != self.shard.dtype:
+            self._absorb()
 
     def _absorb(self) -> None:
         first = self.params[0]
@@ -327,6 +328,10 @@ class FlatParam:
             torch._foreach_add_(views, [g.to(self.reduce_dtype) for g in grads])
         elif self._sendable(grads):
             self._parts = {i: g.view(-1) for i, g in zip(indices, grads, strict=True)}
+        elif len(grads) == len(self.params) and all(g.dtype == self.reduce_dtype for g in grads):
+            by_index = dict(zip(indices, grads, strict=True))
+            padding = grads[0].new_zeros(self.layout.padding)
+            self._grad = torch._C._nn.flatten_dense_tensors([*(by_index[i] for i in self._in_order), padding])
         else:
             self._grad = self._new_grad(indices)
             torch._foreach_copy_(self._grad_views(indices), grads)
@@ -407,8 +412,8 @@ class FlatParam:
         self.touched.clear()
 
     def local_piece(self, shard: torch.Tensor, index: int) -> LocalShard:
-        lo, n, shape = self._local_views[index]
-        return LocalShard.wrap(shard[lo : lo + n].view(shape), self.infos[index])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return LocalShard.of(shard.as_strided(*self._local_geometry[index]), self.infos[index])
 
     def deposit(self, reduced: torch.Tensor, used: set[int]) -> None:
         """Puts a reduced gradient (1-D, as the local shard) at `param.grad`, adding to what is there; then runs the

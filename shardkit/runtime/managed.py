@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn as nn
 from ..errors import StateError
 from ..local_shard import LocalShard
 from . import precision
+from .asked import check_optimizer_request, wants_whole_tensors
 from .flat_param import home_of
 from .unit import Unit
 
@@ -54,10 +56,16 @@ class Managed(nn.Module):
             if param is not None and home is not None and prefix + name in destination:
                 flat, index = home
                 flat.absorb()
-                destination[prefix + name] = LocalShard.wrap(param, flat.infos[index])
+                piece = LocalShard.wrap(param, flat.infos[index])
+                destination[prefix + name] = piece.full_tensor() if wants_whole_tensors() else piece
         for (module, name), dtype in self.__dict__[_UNIT].buffer_dtypes.items():
             if module is self and prefix + name in destination:
                 destination[prefix + name] = destination[prefix + name].to(dtype)
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        if not recurse:
+            check_optimizer_request(sys._getframe(1))
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         self.__dict__[_UNIT].step.check_idle("load_state_dict()")

@@ -89,13 +89,14 @@ class _Saved:
 class _Kept:
     """A tensor's copy in host memory, and at times the copy of that on the device. Lives as long as the graph."""
 
+    _back: torch.Tensor | None = None
+    _arrived: torch.Event | None = None
+
     def __init__(self, t: torch.Tensor, pin: bool):
         self.lane = _lane(t.device)
         self.source = StorageWeakRef(t.untyped_storage())  # while it is held, no other storage gets the same identity
         self.host = torch.empty_like(t, device="cpu", pin_memory=pin and t.device.type != "cpu", requires_grad=False)
         self.left = self.lane.copy(self.host, t)  # event, or None
-        self._back: torch.Tensor | None = None
-        self._arrived: torch.Event | None = None
 
     def fetch(self) -> None:
         """Starts the copy to the device."""

@@ -203,7 +203,7 @@ class Step:
             if not other.live and other not in unit.ancestors and unit not in other.ancestors:
                 self._close(other)
         self._opened.append(unit)
-        unit.install_for_backward()
+        unit.open_for_backward()
         at = self._positions.get(unit, 0)
         if self.options.backward_prefetch and at > 0:
             before = self._sequence[at - 1]

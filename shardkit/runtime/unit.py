@@ -64,7 +64,9 @@ class Unit:
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # of buffers that were cast, before the cast
         self._fulls: dict[int, torch.Tensor] | None = None
         self._pushed = False
+        self._installed = False  # full parameters for backward are in place (else they come when somebody looks)
         self.sources = list(dict.fromkeys(e.flat for e in self.entries))
+        self._params = [e.param for e in self.entries]
         # (container, key, local parameter) of every place of every entry
         self._slots_of = [
             [(m.__dict__ if attribute is None else m.__dict__[attribute], key, e.param) for m, attribute, key in e.places]
@@ -76,6 +78,11 @@ class Unit:
         for flat in self.sources:
             positions = [i for i, e in enumerate(self.entries) if e.flat is flat]
             self._per_source.append((flat, positions, [self.entries[i].index for i in positions]))
+        # The modules whose `_parameters` can wait to be looked at; None where parameters are kept elsewhere as well.
+        places = [place for e in self.entries for place in e.places]
+        modules = dict.fromkeys(m for m, _, _ in places)
+        at_rest = all(attribute == "_parameters" for _, attribute, _ in places)
+        self._sleepers = [Sleeper(m, self) for m in modules] if at_rest else None
         self.on_output_grad = self._on_output_grad  # one object, registered as a hook on every output
 
     def __repr__(self) -> str:
@@ -120,8 +127,7 @@ class Unit:
         be now, or the checkpoint counts other tensors. Inside it, the checkpoint's hooks were the innermost.
         """
         self.step.open(self)
-        if not all(flat.ready for flat in self._flats_of(way_in[0])):
-            self._install(everything=True)  # rows were looked up, and will be again
+        self.install_for(way_in[0])
         if way_in not in self.entries_seen:
             return fn(*args, **kwargs)
         if self.mp is not None and way_in[0] is self.module:
@@ -149,6 +155,8 @@ class Unit:
         try:
             for flat in self.sources:
                 flat.holders += 1
+            if self.opened and not self._installed:
+                self._install(everything=False)
             self.step.gather(self)
             record, self._fulls = self._make_fulls(self._per_source)
             for position, full in self._fulls.items():
@@ -172,11 +180,12 @@ class Unit:
             fulls.update(zip(positions, flat.views(indices), strict=True))
         if not torch.is_grad_enabled():
             return None, fulls
-        trained = [i for i in fulls if self.entries[i].param.requires_grad]
+        params = self._params
+        trained = [i for i in fulls if params[i].requires_grad]
         if not trained:
             return None, fulls
         record = Record(self, trained)
-        edges = (_edge(self.entries[i].param) for i in trained)
+        edges = [_edge(params[i]) for i in trained]
         used = Use.apply(record, [fulls[i] for i in trained], self.step.anchor, *edges)
         fulls.update(zip(trained, used, strict=True))
         return record, fulls
@@ -218,33 +227,55 @@ class Unit:
     def _on_output_grad(self, grad) -> None:
         self.step.open(self)
 
-    def install_for_backward(self) -> None:
-        """Puts full parameters back in place, for recomputation inside the unit and for hooks that look at weights.
-
-        Under enable_grad: hooks run without grad mode, but a reentrant checkpoint needs differentiable weights.
-        """
+    def open_for_backward(self) -> None:
+        """Gathers what backward needs. Full parameters get back into place at once, or when somebody looks at one:
+        a recomputation inside the unit, a hook that reads weights. Most backwards never do."""
         self.opened = True
         for flat in self.sources:
             flat.holders += 1
-        self._install(everything=False)
+        self.step.gather_for_backward(self, everything=False)
+        if self._sleepers is None:
+            self._install(everything=False)
+        else:
+            for sleeper in self._sleepers:
+                sleeper.module.__dict__["_parameters"] = sleeper
+
+    def install_for(self, module: nn.Module) -> None:
+        """Puts full parameters in place during backward: at least those of `module`."""
+        if not self._installed:
+            self._install(everything=False)
+        if not all(flat.ready for flat in self._flats_of(module)):
+            self._install(everything=True)  # rows were looked up, and will be again
 
     def _install(self, everything: bool) -> None:
+        self._wake()
+        self._installed = True
         self.step.gather_for_backward(self, everything)
         sources = [s for s in self._per_source if everything or s[0].needed_in_backward]
-        with torch.enable_grad():
+        with torch.enable_grad():  # hooks run without grad mode, but a reentrant checkpoint needs differentiable weights
             _, fulls = self._make_fulls(sources)
         for position, full in fulls.items():
             for container, key, _ in self._slots_of[position]:
                 container[key] = full
 
+    def _wake(self) -> None:
+        for sleeper in self._sleepers or ():
+            sleeper.module.__dict__["_parameters"] = sleeper.real
+
     def close_after_backward(self) -> None:
-        """Undoes `install_for_backward`, and drops the full parameters if the strategy says so."""
+        """Undoes `open_for_backward`, and drops the full parameters if the strategy says so."""
         self.opened = False
-        if not self.active:
-            self._restore()
+        self._put_back()
         for flat in self.sources:
             flat.holders -= 1
             flat.release()
+
+    def _put_back(self) -> None:
+        if self._installed:
+            self._restore()
+            self._installed = False
+        else:
+            self._wake()
 
     def report(self, record: Record, grads: tuple, nodes: list) -> list:
         """Takes the full gradients that reached one use. Returns what autograd passes on to the local parameters:
@@ -285,10 +316,27 @@ class Unit:
 
     def reset(self) -> None:
         """Puts local parameters back and forgets what was under way, after an exception."""
-        if self.active or self.opened:
+        self._wake()
+        if self.active or self._installed:
             self._restore()
-        self.active, self.opened, self._fulls = 0, False, None
+        self.active, self.opened, self._installed, self._fulls = 0, False, False, None
         self.live.clear()
+
+
+class Sleeper(dict):
+    """Stands in for a module's `_parameters` while its unit is open for backward. It holds the local parameters, for
+    whoever lists them; whoever reads one as an attribute gets the full one, put into place at that moment."""
+
+    __slots__ = ("module", "unit", "real")
+
+    def __init__(self, module: nn.Module, unit: Unit):
+        self.module, self.unit = module, unit
+        self.real: dict = module.__dict__["_parameters"]
+        super().__init__(self.real)
+
+    def __getitem__(self, name):
+        self.unit.install_for(self.module)
+        return self.real[name]
 
 
 def _edge(param: nn.Parameter) -> nn.Parameter | None:

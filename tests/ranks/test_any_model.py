@@ -452,9 +452,10 @@ class Dtypes(nn.Module):
 @ranks(2, 4)
 @pytest.mark.parametrize("strategy", [*KEEPING, "none", "zero1"])
 def test_many_dtypes_in_one_unit(rank, world, strategy):
-    """rtol: the bfloat16 part rounds to 8 bits, on both sides alike but for the order of sums."""
+    """rtol: the 16-bit parts round on both sides alike, but their gradients are rounded before or after the mean over ranks,
+    which moves a bfloat16 weight by up to 2^-8 of itself and the next loss with it. Losses are compared by their gradients."""
     twins = Twins(rank, world, lambda: nn.Sequential(Dtypes(), Dtypes(), nn.Linear(5, 2)), policy={Dtypes}, sharding_strategy=strategy)
-    twins.train(lambda m, r, s: square_loss(m, r, s).log1p(), 2, rtol=2e-2)
+    twins.train(lambda m, r, s: square_loss(m, r, s).log1p(), 1, rtol=2e-2)
     state, want = shardkit.full_state_dict(twins.model), twins.ref.state_dict()
     for name in want:
         assert state[name].dtype == want[name].dtype

@@ -564,10 +564,9 @@ class Bomb(nn.Module):
         self.block = Block()
 
     def forward(self, x):
-        y = self.block(Bomb.Fuse.apply(x))
         if Bomb.armed and Bomb.armed[0] == "forward":
             raise Bomb.armed[1]("boom")
-        return y
+        return self.block(Bomb.Fuse.apply(x))
 
 
 class BombNet(nn.Module):

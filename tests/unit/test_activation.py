@@ -274,6 +274,31 @@ def test_checkpoints_nest(reentrant):
     assert _same(plain, got)
 
 
+@both_kinds
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_compiled_model_breaks_its_graph_at_a_checkpoint(reentrant, compiler):
+    module, x = nn.Sequential(nn.Linear(5, 5), Block(), Block()), torch.randn(3, 5)
+    plain = copy.deepcopy(module)
+    for block in module[1:]:
+        checkpoint_wrapper(block, use_reentrant=reentrant)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=compiler)
+    for m in (plain, compiled):
+        for _ in range(2):
+            m(x).square().sum().backward()
+    assert all(torch.allclose(a, b) for a, b in zip(_grads(plain), _grads(module), strict=True))
+
+
+def test_gradients_are_differentiable_through_a_checkpoint():
+    def penalty(m):
+        x = torch.ones(3, 5, requires_grad=True)
+        (gradient,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    plain, got, _ = _trained(Block(), penalty)
+    assert all(torch.allclose(a, b) for a, b in zip(plain, got, strict=True) if a is not None)
+
+
 def test_an_input_changed_in_place_before_backward_is_reported():
     module = checkpoint_wrapper(Block())
     x = 1 * torch.randn(3, 5)

@@ -134,7 +134,14 @@ def auto_wrap(model: nn.Module, *, policy: Policy = "auto", **options: Any) -> n
     return _wrap(model, policy, options.pop("process_group", None), options)
 
 
-def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any], single: bool = False) -> nn.Module:
+def _wrap(
+    module: Any,
+    policy: Policy,
+    process_group,
+    options: dict[str, Any],
+    single: bool = False,
+    mixin: type = FullyShardedDataParallel,
+) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected an nn.Module to shard, got {type(module).__name__}.")
     mesh_arg = options.pop("device_mesh", None)
@@ -153,7 +160,7 @@ def _wrap(module: Any, policy: Policy, process_group, options: dict[str, Any], s
         check_order=checked.check_order,
         near=checked.near,
     )
-    build(module, nested, mesh, checked, ignored_modules, ignored_params, FullyShardedDataParallel)
+    build(module, nested, mesh, checked, ignored_modules, ignored_params, mixin)
     wrap_blocks(recomputed, checked.activation_checkpointing)
     if checked.activation_offload is not None:
         offload_activations(module, checked.activation_offload)

@@ -129,8 +129,8 @@ class SafetensorsFolder:
         found = sorted(p.name for p in path.glob("*.safetensors"))
         if not found:
             raise CheckpointError(
-                f"{path} holds no *.safetensors. Pass a folder that save_pretrained or shardkit.save_safetensors wrote, "
-                "or convert the checkpoint: shardkit convert."
+                f"{path} holds no *.safetensors. Pass a folder that save_pretrained or shardkit.save_safetensors "
+                "wrote, or convert the checkpoint: shardkit convert."
             )
         return found
 

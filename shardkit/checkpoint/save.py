@@ -103,7 +103,10 @@ def write(path, snapshot: Snapshot, group: Group, keep: int | None, verify: bool
 
         def publish():
             if first:
-                _publish(temporary, path, everything, plan, group.size, keep)
+                _publish(temporary, path, everything, plan.per_rank, group.size)
+                files.point_latest(path)
+                if keep is not None:
+                    files.remove_old(path, keep)
 
         together(group, f"publishing {path}", publish)
     except BaseException:
@@ -257,7 +260,7 @@ def _small_enough(box: Box, itemsize: int):
         yield from _small_enough(part, itemsize)
 
 
-def _publish(temporary: Path, path: Path, everything: list[_Done], plan: _Plan, world: int, keep: int | None) -> None:
+def _publish(temporary: Path, path: Path, everything: list[_Done], per_rank: set[str], world: int) -> None:
     written = [record for done in everything for record in done.written]
     by_path: dict[tuple, list[Written]] = {}
     for record in written:
@@ -269,10 +272,7 @@ def _publish(temporary: Path, path: Path, everything: list[_Done], plan: _Plan, 
         if size != done.facts["bytes"]:
             raise CheckpointError(f"{temporary / done.file} has {size} bytes; its rank wrote {done.facts['bytes']}.")
     metadata = make_metadata(written)
-    facts = {"world_size": world, "per_rank": sorted(plan.per_rank)}
+    facts = {"world_size": world, "per_rank": sorted(per_rank)}
     files.write_file(temporary / files.METADATA, metadata)
     files.write_file(temporary / files.INDEX, make_index(metadata, {d.file: d.facts for d in everything}, facts))
     files.publish(temporary, path)
-    files.point_latest(path)
-    if keep is not None:
-        files.remove_old(path, keep)

@@ -72,5 +72,6 @@ def _copy_unit(unit: Unit, flats: dict[FlatParam, FlatParam], memo: dict) -> Uni
     ]
     own = [flats[f] for f in unit.flats]
     new = Unit(unit.name, memo[id(unit.module)], own, entries, unit.mp)
+    new.drop_after_forward = unit.drop_after_forward
     new.buffer_dtypes = {(memo[id(m)], name): dtype for (m, name), dtype in unit.buffer_dtypes.items()}
     return new

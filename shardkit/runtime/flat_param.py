@@ -56,6 +56,7 @@ class FlatParam:
         needed_in_backward: bool,
     ):
         self.names, self.params, self.mesh = names, params, mesh
+        self.divisor: float = mesh.size  # of the sum of gradients
         self.layout: FlatLayout = plan_layout([tuple(p.shape) for p in params], mesh.shard.size)
         self.compute_dtype, self.device = compute_dtype, device
         if not compute_dtype.is_floating_point:
@@ -80,6 +81,7 @@ class FlatParam:
     def start_over(self) -> None:
         """Nothing is gathered, under way or accumulated."""
         self.buffer: torch.Tensor | None = None
+        self.gathered = False  # the buffer holds, or is about to hold, all ranks' slices
         self.nearby: torch.Tensor | None = None  # this rank's share of the buffer among its neighbours
         self.holders = 0  # units that compute with the buffer right now
         self._work: Work | None = None
@@ -194,7 +196,7 @@ class FlatParam:
         if self.is_whole:
             self.buffer = self.shard
         else:
-            self._seen = tuple(p._version for p in self.params)
+            self._seen = tuple([p._version for p in self.params])
             self._deposited = False
             buffer = self.buffer if self.persistent else None
             if buffer is None:
@@ -209,6 +211,7 @@ class FlatParam:
                     slot.copy_(self.shard, non_blocking=True)  # the one cast, and the copy to the device
                 self._work = self.mesh.shard.all_gather(buffer)
             self.buffer = buffer
+        self.gathered = True
         self.step.storages[self.buffer.untyped_storage()._cdata] = self
 
     def contribute(self) -> None:
@@ -236,11 +239,9 @@ class FlatParam:
     @property
     def ready(self) -> bool:
         """True where nothing needs to be gathered: the buffer is there, and was made from today's values."""
-        if self.buffer is None:
-            return False
-        if self.is_whole:
-            return self._is_registered()
-        return self._is_registered() and self._seen == tuple(p._version for p in self.params)
+        if not self.gathered or self.is_whole:
+            return self.gathered
+        return self._seen == tuple([p._version for p in self.params])
 
     def may_be_stale(self, mode_changed: bool) -> bool:
         """Whether, between two forwards, somebody may have changed the parameters since the buffer was gathered.
@@ -254,9 +255,6 @@ class FlatParam:
         if not self.persistent:
             return self.settled
         return mode_changed or self._deposited or any(p.grad is not None for p in self.params)
-
-    def _is_registered(self) -> bool:
-        return self.step.storages.get(self.buffer.untyped_storage()._cdata) is self  # type: ignore[union-attr]
 
     def forget_work(self) -> None:
         if self._work is not None:
@@ -281,7 +279,7 @@ class FlatParam:
             self.step.storages.pop(self.buffer.untyped_storage()._cdata, None)
             if not self.persistent or self.is_whole:
                 self.buffer = None
-        self._seen = ()
+        self.gathered, self._seen = False, ()
 
     def views(self, indices) -> list[torch.Tensor]:
         """Full parameters, as plain aliases of the buffer with version counters of their own.
@@ -377,7 +375,7 @@ class FlatParam:
     def reduce(self) -> Work:
         """Starts to sum the gradient over the shard group, and forgets it here. Zeros where this rank has none."""
         grad, parts, self._grad, self._parts = self._grad, self._parts, None, {}
-        group, divisor = self.mesh.shard, self.mesh.size
+        group, divisor = self.mesh.shard, self.divisor
         if parts:
             assert self._cuts is not None
             return group.reduce_scatter_parts(parts, self._cuts, divisor)
@@ -419,18 +417,23 @@ class FlatParam:
         """Puts a reduced gradient (1-D, as the local shard) at `param.grad`, adding to what is there; then runs the
         hooks that users put on the parameters, with the reduced local gradient, as autograd would."""
         self._deposited = True
-        for i in sorted(used):
+        indices, geometry = sorted(used), self._local_geometry
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            pieces = [reduced.as_strided(*geometry[i]) for i in indices]
+        for i, piece in zip(indices, pieces, strict=True):
             p = self.params[i]
-            grad: torch.Tensor = self.local_piece(reduced, i)
-            for hook in (p._backward_hooks or {}).values():
-                changed = hook(grad)
-                grad = grad if changed is None else changed
+            grad: torch.Tensor = LocalShard.of(piece, self.infos[i])
+            if p._backward_hooks:
+                for hook in p._backward_hooks.values():
+                    changed = hook(grad)
+                    grad = grad if changed is None else changed
             if p.grad is None:
                 p.grad = grad
             else:
                 p.grad.add_(grad)
-            for hook in (p._post_accumulate_grad_hooks or {}).values():
-                hook(p)
+            if p._post_accumulate_grad_hooks:
+                for hook in p._post_accumulate_grad_hooks.values():
+                    hook(p)
 
 
 def _narrowed(master: torch.dtype, compute: torch.dtype) -> bool:

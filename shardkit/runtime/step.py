@@ -122,7 +122,7 @@ class Step:
 
     def _gather(self, flats: Iterable[FlatParam]) -> None:
         for flat in flats:
-            if flat.ready or (flat.buffer is not None and flat.holders > 1):
+            if flat.ready or (flat.gathered and flat.holders > 1):
                 continue  # there already; or somebody computes with it, and must see the same values
             if flat.mesh.shard.size == 1 or flat.layout.numel == 0:
                 flat.gather()
@@ -143,7 +143,7 @@ class Step:
             mode = (self.units[0].module.training, torch.is_grad_enabled())
             for flat in self.flats:
                 flat.nearby = None  # of a forward whose backward never came
-                if flat.buffer is not None and flat.may_be_stale(mode != self._mode):
+                if flat.gathered and flat.may_be_stale(mode != self._mode):
                     flat.forget()
             self._mode = mode
             self._sequence = []
@@ -174,7 +174,7 @@ class Step:
         """True where full parameters stay for backward: by strategy, or because backward begins with this unit."""
         if not torch.is_grad_enabled():
             return False
-        if not self.options.drop_after_forward or unit is self.units[0]:
+        if not unit.drops_after_forward or unit is self.units[0]:
             return True
         last = self._last_sequence
         return len(last) > 1 and last[-1] is unit and len(self._sequence) == len(last)
@@ -219,9 +219,9 @@ class Step:
 
     def weights_for_backward(self, flat: FlatParam) -> torch.Tensor:
         """The gathered buffer that a recipe asks for."""
-        if flat.buffer is None or not flat._is_registered():
+        if not flat.gathered:
             self.open(flat.unit)
-            if flat.buffer is None:
+            if not flat.gathered:
                 self._gather([flat])
         return flat.wait()
 

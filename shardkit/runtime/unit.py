@@ -57,6 +57,7 @@ class Unit:
         self.mp = mp  # MixedPrecision or None
         self.step: Step
         self.ancestors: set[Unit] = set()
+        self.drop_after_forward: bool | None = None  # None: what the root's options say
         self.live: set = set()
         self.active = 0  # forward calls of this unit that are running
         self.opened = False  # full parameters are installed for backward
@@ -87,6 +88,11 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or '(root)'}, {len(self.entries)} parameters)"
+
+    @property
+    def drops_after_forward(self) -> bool:
+        own = self.drop_after_forward
+        return self.step.options.drop_after_forward if own is None else own
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -205,7 +211,7 @@ class Unit:
         keep = self.step.keeps_after_forward(self)
         for flat in self.sources:
             flat.holders -= 1
-            if not self.opened and not (keep and (flat.needed_in_backward or not self.step.options.drop_after_forward)):
+            if not self.opened and not (keep and (flat.needed_in_backward or not self.drops_after_forward)):
                 flat.release(backward_follows=torch.is_grad_enabled())
 
     def _keep_changes(self) -> None:

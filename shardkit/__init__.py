@@ -19,6 +19,7 @@ from .checkpoint.full import full_state_dict, load_full_state_dict
 from .checkpoint.huggingface import load_safetensors, save_safetensors
 from .checkpoint.load import load_checkpoint
 from .checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict
+from .checkpoint.random_state import RandomState
 from .checkpoint.save import save_checkpoint
 from .config import ActivationCheckpointing, ActivationOffload, CPUOffload, MixedPrecision
 from .describe import Description, describe
@@ -40,6 +41,7 @@ __all__ = [
     "MixedPrecision",
     "OrderError",
     "PlanMismatchError",
+    "RandomState",
     "ShardkitError",
     "StateError",
     "async_save",

@@ -1,6 +1,6 @@
 """From one form of weights to another, one process, one tensor at a time: memory is bounded by the largest tensor.
 
-Read: distributed checkpoints (shardkit, FSDP2, FSDP1, DDP), safetensors, files of torch.save, fairscale's sharded files.
+Read: distributed checkpoints (shardkit, FSDP2, FSDP1, DDP), safetensors, files of torch.save, fairscale's shards.
 Written: safetensors, as `transformers` opens them, and distributed checkpoints.
 """
 

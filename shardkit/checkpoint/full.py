@@ -47,13 +47,11 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool | N
     out = OrderedDict((key, None) for key in state) if keep else OrderedDict()
     for flat, by_index in wanted.items():
         whole = flat.gather_like_shard(flat.shard)
-        if not keep:
-            continue
-        for i, keys in by_index.items():
+        for i, keys in by_index.items() if keep else ():
             full = whole.as_strided(*flat.full_geometry[i])
             full = full.clone() if device is None or full.device == device else full.to(device)
             out.update(dict.fromkeys(keys, full))
-        del whole
+        del whole  # before the next is gathered, or two are there at a time
     if keep:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, LocalShard):

@@ -99,8 +99,8 @@ def _step(checkpoint: Checkpoint) -> Any:
 
 def _writers(records) -> list[int] | None:
     """The ranks in the names of a tensor's files, which are `__<rank>_<number>.distcp`."""
-    found = {re.match(r"__(\d+)_\d+\.distcp$", record.file) for record in records}
-    return None if None in found else sorted(int(match[1]) for match in found)  # type: ignore[index]
+    found = [re.match(r"__(\d+)_\d+\.distcp$", file) for file in {record.file for record in records}]
+    return None if None in found else sorted({int(match[1]) for match in found if match is not None})
 
 
 def _ranks(ranks: list[int] | None) -> str:

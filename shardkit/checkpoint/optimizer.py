@@ -45,6 +45,7 @@ def full_optim_state_dict(
                     full = whole.as_strided(*flat.full_geometry[i])
                     full = full.clone() if device is None else full.to(device, copy=True)
                     out["state"].setdefault(names[flat.params[i]], {})[key] = full
+            del whole, local  # before the next is gathered, or two are there at a time
     if not keep:
         return {}
     for param, state in optim.state.items():

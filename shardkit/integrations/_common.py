@@ -65,13 +65,20 @@ class WholeState(api.FullyShardedDataParallel):
         """Options for `full_state_dict`; None: this module's state dict holds LocalShards."""
         return {}
 
+    def pieces_to_cpu(self) -> bool:
+        """Whether a state dict of LocalShards is copied to host memory."""
+        return False
+
     def state_dict(self, *args, destination: dict | None = None, prefix: str = "", keep_vars: bool = False):
         options = self.whole_state()
         caller = sys._getframe(1)
         own = caller.f_globals.get("__name__", "").startswith("shardkit.")
         if own or _sharded_wanted or options is None or keep_vars or frame_of("_get_model_state_dict", caller):
             with sharded_state():
-                return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+                out = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+            if not own and self.pieces_to_cpu():
+                out.update((k, v.cpu()) for k, v in out.items() if isinstance(v, torch.Tensor))
+            return out
         whole = full_state_dict(self, **options)
         if args or destination is not None:
             destination = args[0] if args else destination
@@ -163,7 +170,7 @@ def set_unit_options(root: nn.Module, key: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PerUnit:
-    """Options that belong to one call of a wrapper, not to the root around it. `settings`: whatever the library needs."""
+    """Options that belong to one call of a wrapper, not to the root around it. `settings`: the library's own."""
 
     drop_after_forward: bool | None = None
     cast_inputs: bool = False

@@ -143,7 +143,8 @@ def _standing_in(optim: torch.optim.Optimizer, state: dict[str, Any]) -> Any:
 
 def _pieces_as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """`state` with each LocalShard as a plain tensor, which must be the piece that this rank has of the parameter."""
-    infos = {flat.names[i]: info for step in steps_of(model) for flat in step.flats for i, info in enumerate(flat.infos)}
+    homes = {name: home_of(p) for p, name in parameter_names(model).items()}
+    infos = {name: home[0].infos[home[1]] for name, home in homes.items() if home is not None}
     out = {}
     for name, values in state["state"].items():
         out[name] = dict(values)

@@ -113,7 +113,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wraps `module` inside of `enable_wrap`; `wrap_overrides` go before its arguments. Outside, returns it as it is."""
+    """Wraps `module` inside of `enable_wrap`; `wrap_overrides` come first. Outside, returns it as it is."""
     if not _contexts:
         return module
     arguments = {**_contexts[-1], **wrap_overrides}

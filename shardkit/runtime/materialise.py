@@ -17,7 +17,7 @@ from ..errors import ConfigError
 
 class Materialiser:
     """Fills modules of one model. `init_fn(module)` initialises one module's own parameters and buffers; None: the
-    module's `reset_parameters()`, else the model's `_init_weights(module)` as `transformers` models have it."""
+    module's `reset_parameters()`, then the model's `_init_weights(module)`, where `transformers` models choose theirs."""
 
     def __init__(self, root: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None):
         self.root, self.device, self.init_fn = root, device, init_fn
@@ -49,17 +49,21 @@ class Materialiser:
     def _initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any]:
         if self.init_fn is not None:
             return self.init_fn
-        for name in ("reset_parameters", "_reset_parameters"):
-            reset = getattr(module, name, None)
-            if reset is not None:
-                return lambda _: reset()
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         of_model = getattr(self.root, "_init_weights", None)
-        if of_model is not None:
-            return of_model
-        raise ConfigError(
-            f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(). Pass "
-            "param_init_fn=, a function that initialises one module."
-        )
+        if reset is None and of_model is None:
+            raise ConfigError(
+                f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(). Pass "
+                "param_init_fn=, a function that initialises one module."
+            )
+
+        def initialise(module):
+            if reset is not None:
+                reset()
+            if of_model is not None:
+                of_model(module)
+
+        return initialise
 
     def _check(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
         if value is not None and _is_marked(value):

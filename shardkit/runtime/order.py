@@ -32,7 +32,8 @@ FORWARD, EVALUATION, BACKWARD, BROKEN, JOINED = range(5)
 _WHAT = ("ended a forward", "ended an evaluation", "ended a backward", "raised an exception", "left join()")
 
 # How many identical stretches are needed before ranks go by heart; doubled whenever a sequence changes.
-_PATIENCE, _MAX_PATIENCE = 1, 64
+# Two at first: the first step does not know yet which unit comes last, and gathers it once more.
+_PATIENCE, _MAX_PATIENCE = 2, 64
 
 Wish = tuple[int, int, int]  # what, index of the flat parameter, root
 
@@ -167,6 +168,8 @@ class Order:
             self._patience = min(2 * self._patience, _MAX_PATIENCE)  # be slower to trust the next sequence
         times = times + 1 if fingerprint == last else 1
         self._seen[key] = (fingerprint, times)
+        if any(what == GATHER_NEAR for what, _, _ in self._asked):
+            return  # a rank that left such a sequence could not help the others through it
         if times >= self._patience and key not in self._known:
             self._known[key] = list(self._asked)
 

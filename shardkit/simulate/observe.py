@@ -26,19 +26,17 @@ ROOT = "(root)"
 class Watch(TorchDispatchMode):
     """Enters into the ledger the memory of everything that operators return inside this context.
 
-    What an operator allocates and frees within itself is not seen. `answers`: what the values of tensors are said to
-    be, by operator, where there are none (a simulation); an operator that is not in it runs as it is.
+    What an operator allocates and frees within itself is not seen.
     """
 
-    def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None):
+    def __init__(self, ledger: Ledger):
         super().__init__()
-        self.ledger, self.answers = ledger, answers or {}
+        self.ledger = ledger
         self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators += 1
-        answer = self.answers.get(func)
-        out = func(*args, **(kwargs or {})) if answer is None else answer(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.ledger.see(out)
         elif isinstance(out, (tuple, list)):
@@ -120,7 +118,8 @@ class Observer:
 
         def add_grads(indices, grads):
             self.ledger.label(grads, GRADIENTS, unit=unit)
-            with self.ledger.allocating(REDUCTION, unit):
+            # Under no_sync whole gradients stay where they are added up.
+            with self.ledger.allocating(REDUCTION if flat.step.sync else GRADIENTS, unit):
                 return method(indices, grads)
 
         return add_grads

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardkit
 from tests.harness import fake_world
@@ -28,14 +29,13 @@ class Watch:
 
         def gather():
             original(flat)
-            self.made.append((name, weakref.ref(flat.buffer)))
+            self.made.append((name, StorageWeakRef(flat.buffer.untyped_storage())))
 
         return gather
 
     def alive(self):
-        """Full parameters are aliases of a buffer, which they keep alive through its storage alone; the buffer's own
-        tensor object is dropped with it, so that the storage is asked."""
-        return {name for name, ref in self.made if ref() is not None}
+        """The storage is asked, not the tensor: full parameters are aliases that share it and nothing else."""
+        return {name for name, ref in self.made if not ref.expired()}
 
 
 def _model(**options):

@@ -289,6 +289,27 @@ def test_extras_return_and_an_average_of_the_weights_is_resharded(tmp_path):
     assert_same(run_ranks(_extras_loaded, 3, tmp_path)[2], want)
 
 
+def _random_saved(rank, world, folder):
+    model = wrap(0)
+    torch.manual_seed(rank)
+    shardkit.save_checkpoint(folder / "a", model, rng=shardkit.RandomState())
+    return torch.rand(3).tolist()
+
+
+def _random_loaded(rank, world, folder):
+    model = wrap(1)
+    torch.manual_seed(99)
+    shardkit.load_checkpoint(folder / "a", model, rng=shardkit.RandomState())
+    return torch.rand(3).tolist()
+
+
+def test_random_numbers_go_on_where_they_were_and_new_ranks_draw_others(tmp_path):
+    want = run_ranks(_random_saved, 2, tmp_path)
+    got = run_ranks(_random_loaded, 4, tmp_path)
+    assert got[:2] == want
+    assert len({tuple(numbers) for numbers in got}) == 4
+
+
 @ranks(2)
 def test_an_extra_that_one_rank_forgot_is_an_error_on_all(rank, world, tmp_path):
     model = wrap(0)

@@ -72,7 +72,8 @@ def test_an_error_in_the_background_is_raised_by_the_next_save_on_every_rank(ran
             pass
     finally:
         records.write_tensor = write
-    with pytest.raises(shardkit.CheckpointError, match=r"(?s)asynchronous save of .*/a.*Input/output error.*rank 1 of 2"):
+    match = r"(?s)asynchronous save of .*/a.*Input/output error.*rank 1 of 2"
+    with pytest.raises(shardkit.CheckpointError, match=match):
         getattr(shardkit, next_call)(tmp_path / "b", model)
     assert not (tmp_path / "a").exists()
     getattr(shardkit, next_call)(tmp_path / "b", model)  # an error is raised once

@@ -39,9 +39,9 @@ def test_a_checkpoint_becomes_safetensors_and_comes_back(kind, tmp_path):
     from safetensors.torch import load_file
 
     want = run_ranks(_save, 4, tmp_path / "a", kind)[0]
-    assert convert(tmp_path / "a", tmp_path / "b", file_bytes=6000) == "safetensors"
+    assert convert(tmp_path / "a", tmp_path / "b", file_bytes=900) == "safetensors"
     parts = sorted((tmp_path / "b").glob("*.safetensors"))
-    assert len(parts) > 2
+    assert len(parts) > 1
     tied = {"net": "head.weight", "llama": "lm_head.weight"}[kind]
     assert_same({k: v for p in parts for k, v in load_file(p).items()}, {k: v for k, v in want.items() if k != tied})
     assert convert(tmp_path / "b", tmp_path / "c") == "dcp"
@@ -86,9 +86,12 @@ def _fairscale_save(rank, world, folder):
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    inner = nn.Sequential(*(FSDP(Block(5), flatten_parameters=i == 0) for i in range(2)), nn.BatchNorm1d(5))
-    model = FSDP(inner)
-    whole_state = {k: v.clone() for k, v in model.state_dict().items()}
+    cpu = {"compute_device": torch.device("cpu")}
+    inner = nn.Sequential(Block(5), Block(5), nn.BatchNorm1d(5))
+    whole_state = {k: v.clone() for k, v in inner.state_dict().items()}
+    for i in range(2):
+        inner[i] = FSDP(inner[i], flatten_parameters=i == 0, **cpu)
+    model = FSDP(inner, **cpu)  # its state_dict() works on a GPU only; what ranks save locally, anywhere
     state = {"model": model.local_state_dict(), "shard_metadata": model.local_metadata_dict()}
     torch.save(state, folder / f"checkpoint-shard{rank}.pt")
     return whole_state

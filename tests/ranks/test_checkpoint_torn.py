@@ -38,7 +38,7 @@ class Killer:
 
     def install(self):
         sys.addaudithook(self.audit)  # for the rest of this process, a child made for it
-        for module, name in ((files, "exchange"), (files, "flush"), (records, "write_tensor"), (records, "write_bytes")):
+        for module, name in zip([files, files, records, records], ["exchange", "flush", "write_tensor", "write_bytes"]):
             setattr(module, name, self._counted(getattr(module, name)))
 
     def _counted(self, function):

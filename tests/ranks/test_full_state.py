@@ -146,7 +146,7 @@ def test_load_state_dict_with_assign_trains_on(rank, world, assign, strategy):
 # ------------------------------------------------------------------------------------------------------------- summon
 
 
-@ranks(2, 4)
+@ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("writeback", [True, False])
 def test_summoned_parameters_are_whole_and_changes_are_kept_if_asked(rank, world, strategy, writeback):
@@ -282,7 +282,7 @@ def _resume(rank, world, name, state, optim):
     return shardkit.full_state_dict(model)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "adamw fused", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("name", ["momentum", "adamw fused"])
 @pytest.mark.parametrize("worlds", [(2, 4), (4, 2)], ids=str)
 def test_training_resumes_on_another_number_of_ranks(name, worlds):
     saved = run_ranks(_save, worlds[0], name)

@@ -35,7 +35,7 @@ def _near(got, want, rtol=2e-5):
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_clip_grad_norm_of_torch_clips_the_whole_gradient(rank, world, strategy, foreach):
-    for p in (2.0, 1.0, 3.0, INF, 0.5, 2, "inf"):
+    for p in (2.0, 1.0, 3.0, INF, 0.5, 2, "inf") if strategy == "full" else (2.0, INF):
         twins = Twins(rank, world, lambda: LM(tied=True), policy={Block}, sharding_strategy=strategy)
         twins.backward(lm_loss)
         want = _norm_of(twins.ref, float(p))
@@ -204,7 +204,7 @@ def test_gradients_that_hooks_or_loops_replaced_still_have_a_whole_norm(rank, wo
 # -------------------------------------------------------------------------------------------------- gradient scaling
 
 
-@ranks(2, 4)
+@ranks(2)
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("bad", [INF, float("nan")])

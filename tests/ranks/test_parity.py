@@ -22,7 +22,7 @@ def test_a_net_trains_as_in_one_process(rank, world, strategy):
 
 @ranks(2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True])
 def test_a_language_model_trains_as_in_one_process(rank, world, strategy, tied):
     Twins(rank, world, _lm(tied), policy={Block}, sharding_strategy=strategy).train(lm_loss)
 
@@ -50,7 +50,7 @@ def test_a_2d_mesh_makes_any_sharding_strategy_a_hybrid(rank, world, strategy):
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["full", "none"])
 def test_a_1d_mesh_trains_as_in_one_process(rank, world, strategy):
     Twins(rank, world, Net, policy={Block}, sharding_strategy=strategy, device_mesh=mesh(world)).train(square_loss)
 
@@ -195,7 +195,7 @@ def test_a_transformers_model_trains_as_in_one_process(rank, world, name, tied):
     assert list(twins.model.state_dict()) == list(twins.ref.state_dict())
 
 
-@ranks(2, 4)
+@ranks(2)
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_transformers_model_trains_alike_under_every_strategy(rank, world, name, strategy):
@@ -203,15 +203,15 @@ def test_a_transformers_model_trains_alike_under_every_strategy(rank, world, nam
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", ["hybrid", "grad_op"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_transformers_model_trains_alike_under_a_hybrid(rank, world, name, strategy):
     Twins(rank, world, lambda: MODELS[name](True), sharding_strategy=strategy, device_mesh=mesh(2, 2)).train(hf_loss, 3)
 
 
 @ranks(2)
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("strategy", ["full", "grad_op"])
+@pytest.mark.parametrize("strategy", ["full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_checkpointing_of_a_transformers_model_trains_as_in_one_process(rank, world, name, strategy, reentrant):
     """The twin checkpoints, too: a reentrant checkpoint loses the gradient of Mixtral's collected router logits there as

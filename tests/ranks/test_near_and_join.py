@@ -1,0 +1,83 @@
+"""Parameters kept on neighbours between forward and backward, and ranks with different numbers of batches."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+import shardkit
+from tests.harness import ranks
+from tests.oracle import data
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+
+def assert_same(model, twin):
+    for name, value in shardkit.full_state_dict(model).items():
+        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
+@ranks(4)
+@pytest.mark.parametrize("near", [1, 2, 4])
+def test_training_with_parameters_on_neighbours_equals_one_process(rank, world, near):
+    twin = layers()
+    model = shardkit.auto_wrap(copy.deepcopy(twin), policy={nn.Linear}, reshard_after_forward=near)
+    optim, twin_optim = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(twin.parameters(), 0.01)
+    for step in range(4):
+        optim.zero_grad(), twin_optim.zero_grad()
+        model(data(10 * step + rank, 3, 6)).square().mean().backward()
+        for r in range(world):
+            (twin(data(10 * step + r, 3, 6)).square().mean() / world).backward()
+        optim.step(), twin_optim.step()
+        with torch.no_grad():
+            torch.testing.assert_close(model(data(5, 2, 6)), twin(data(5, 2, 6)), rtol=1e-5, atol=1e-6)
+    assert_same(model, twin)
+
+
+@ranks(4)
+def test_a_number_of_neighbours_that_does_not_divide_the_group_is_refused(rank, world):
+    with pytest.raises(shardkit.ConfigError, match=r"reshard_after_forward=3 does not divide the 4 ranks .* \[1, 2, 4\]"):
+        shardkit.auto_wrap(layers(), reshard_after_forward=3)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("strategy", ["full", "grad_op", "zero2"])
+def test_ranks_with_fewer_batches_serve_the_others_and_take_their_steps(rank, world, strategy):
+    batches = [3, 5, 1, 2][:world]
+    twin = layers()
+    model = shardkit.auto_wrap(copy.deepcopy(twin), policy={nn.Linear}, sharding_strategy=strategy)
+    optim, twin_optim = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(twin.parameters(), 0.01)
+    for _epoch in range(2):
+        with model.join():
+            for step in range(batches[rank]):
+                optim.zero_grad()
+                model(data(10 * step + rank, 3, 6)).square().mean().backward()
+                optim.step()
+        for step in range(max(batches)):
+            twin_optim.zero_grad()
+            for r in range(world):
+                if step < batches[r]:
+                    (twin(data(10 * step + r, 3, 6)).square().mean() / world).backward()
+            twin_optim.step()
+    assert_same(model, twin)
+
+
+@ranks(2)
+def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer(rank, world):
+    twin = layers()
+    model = shardkit.auto_wrap(copy.deepcopy(twin), policy={nn.Linear})
+    optim, twin_optim = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(twin.parameters(), 0.1)
+    with model.join(optim):
+        for step in range(2 if rank == 0 else 0):
+            optim.zero_grad()
+            model(data(step, 3, 6)).square().mean().backward()
+            optim.step()
+    for step in range(2):
+        twin_optim.zero_grad()
+        (twin(data(step, 3, 6)).square().mean() / world).backward()
+        twin_optim.step()
+    assert_same(model, twin)

@@ -63,7 +63,7 @@ def train_sharded(args) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = shardkit.auto_wrap(build(), policy={nn.TransformerEncoderLayer})
     optim, scheduler = make_optimizer(model)
-    first, folder = 0, Path(args.folder, "checkpoints")
+    first, folder, handle = 0, Path(args.folder, "checkpoints"), None
     # Only this example's first attempt has nothing to load; all ranks see that, because nobody writes now.
     if (folder / "latest").exists():
         first = shardkit.load_checkpoint(folder, model, optim, scheduler=scheduler)["step"]
@@ -82,7 +82,8 @@ def train_sharded(args) -> None:
         if (step + 1) % args.every == 0 or step + 1 == args.stop_at:
             name = f"step_{step + 1:04}"
             handle = shardkit.async_save(folder / name, model, optim, keep=2, step=step + 1, scheduler=scheduler)
-    handle.wait()
+    if handle is not None:
+        handle.wait()
     dist.destroy_process_group()
 
 

@@ -178,7 +178,7 @@ def _cached_params(module: nn.Module):
 def _check_param(param: nn.Parameter, name: str) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ConfigError(f"{name} is not initialised yet (a lazy module). Run one forward on a batch before wrapping.")
-    if is_traceable_wrapper_subclass(param.data):  # DTensor, quantised weights: their memory is elsewhere
+    if is_traceable_wrapper_subclass(param):  # DTensor, quantised weights: their memory is elsewhere
         raise ConfigError(
             f"{name} is a {type(param).__name__}. Only plain parameters can be sharded; pass it in ignored_states."
         )

@@ -102,10 +102,11 @@ def reserved_bytes(ledger: Ledger, since: int | None = None) -> int:
         since = next((visit.start for visit in ledger.visits if visit.phase != "init"), 0)
     events = []
     for block in ledger.blocks:
-        if block.died > since:
+        gone = min(block.died, block.left)
+        if gone > max(since, block.born):
             events.append((block.born, 1, block))
-            if block.died < _NEVER:
-                events.append((block.died, 0, block))
+            if gone < _NEVER:
+                events.append((gone, 0, block))
     allocator, held = CachingAllocator(), {}
     for _, is_new, block in sorted(events, key=lambda e: e[:2]):
         if is_new:

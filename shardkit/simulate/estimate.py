@@ -7,6 +7,7 @@ reductions, and the optimizer. Only kernels and messages do nothing. So there is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch.nn as nn
 from ..config import MixedPrecision
 from ..errors import ConfigError
 from .allocator import reserved_bytes
-from .ledger import BUFFERS, PARAMETERS, Ledger
+from .ledger import BUFFERS, GRADIENTS, PARAMETERS, Ledger
 from .models import Source, default_batch, source
 from .observe import Watch, label_model
 from .report import Report, make
@@ -85,7 +86,7 @@ def estimate(
     origin, began = source(model, overrides), time.perf_counter()
     mesh = options.pop("device_mesh", None)
     ledger = Ledger()
-    watch = Watch(ledger)
+    watch = Watch(ledger, {torch.ops.aten._local_scalar_dense.default: _zero})
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(world_size, rank, "fake_nccl" if gpu else "fake_gloo"))
         if mesh is not None:
@@ -94,6 +95,9 @@ def estimate(
         stack.enter_context(no_memory())
         stack.enter_context(watch)
         wrapped = _build(ledger, origin, _checked(options), deferred_init, dtype, wrap)
+        watch.answers.clear()
+        if gpu:
+            _offload(ledger, watch, wrapped)
         trainer = Trainer(ledger, wrapped, make_optimizer(optimizer, wrapped, gpu), loss_fn, accumulate)
         trainer.run([_batch(origin, batch) for _ in range(steps)])
         parameters, sent = _facts(wrapped)
@@ -171,7 +175,31 @@ def _facts(model: nn.Module) -> tuple[int, int]:
 
 
 def _name(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else getattr(value, "__name__", repr(value))
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if dataclasses.is_dataclass(value):
+        changed = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+        return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in changed.items())})"
+    return getattr(value, "__name__", repr(value))
+
+
+def _zero(t: torch.Tensor) -> Any:
+    """The value of a tensor while a model is built: initialisers ask whether they are done, or read a schedule off a
+    tensor. Sizes never depend on it."""
+    return 0.0 if t.dtype.is_floating_point else t.dtype != torch.bool and 0
+
+
+def _offload(ledger: Ledger, watch: Watch, model: nn.Module) -> None:
+    """Where the engine keeps memory on the host, which here has the same device as the rest."""
+    from .observe import steps_in
+
+    chosen = [step.options for step in steps_in(model)]
+    if any(o.cpu_offload is not None for o in chosen):
+        ledger.host_labels = (GRADIENTS,)
+        ledger.host_phases = ("init", "step")
+        ledger.to_host(PARAMETERS)
+    recomputed = [o.activation_checkpointing for o in chosen if o.activation_checkpointing is not None]
+    watch.host_copies = any(o.activation_offload is not None for o in chosen) or any(c.offload_to_cpu for c in recomputed)
 
 
 @contextlib.contextmanager

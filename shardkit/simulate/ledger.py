@@ -37,12 +37,13 @@ class Block:
     """One storage, from `born` to `died`. `labels`: (time, category) in order of time; `shard`: bytes of it that are this
     rank's parameters, where they lie inside kept full parameters."""
 
-    __slots__ = ("size", "born", "died", "labels", "unit", "phase", "shard", "ref")
+    __slots__ = ("size", "born", "died", "labels", "unit", "phase", "shard", "ref", "left")
 
     def __init__(self, size: int, born: int, category: str, unit: str, phase: str):
         self.size, self.born, self.died = size, born, _NEVER
         self.labels = [(born, category)]
         self.unit, self.phase, self.shard = unit, phase, 0
+        self.left = _NEVER  # when it went to the host, where it no longer counts
         self.ref: weakref.ref | None = None
 
     def category_at(self, time: int) -> str:
@@ -85,6 +86,10 @@ class Ledger:
         self.purpose: str | None = None  # category of what the engine allocates right now
         self.unit = ""  # unit that computes right now
         self.open = True
+        # With `cpu_offload` on a GPU that is simulated on the CPU: the phases whose new memory is on the host, and
+        # categories that memory is moved there for.
+        self.host_phases: tuple[str, ...] = ()
+        self.host_labels: tuple[str, ...] = ()
 
     # ------------------------------------------------------------------------------------------------- entering
 
@@ -116,10 +121,31 @@ class Ledger:
         block.ref = weakref.ref(storage, functools.partial(self._dead, key))
         self.live[key] = block
         self.blocks.append(block)
+        if visit.phase in self.host_phases:
+            block.left = self.now
+            return block
         self.total += size
         if self.total > visit.peak:
             visit.peak, visit.peak_at = self.total, self.now
         return block
+
+    def see_on_host(self, t: torch.Tensor) -> None:
+        """Enters new memory that does not count here."""
+        before, self.host_phases = self.host_phases, PHASES
+        self.see(t)
+        self.host_phases = before
+
+    def to_host(self, category: str) -> None:
+        """Everything of a category that is alive goes to the host."""
+        for block in self.live.values():
+            if block.labels[-1][1] == category:
+                self._leave(block)
+
+    def _leave(self, block: Block) -> None:
+        if block.left == _NEVER:
+            self.now += 1
+            block.left = self.now
+            self.total -= block.size
 
     def _guess(self, phase: str) -> str:
         if self.purpose is not None:
@@ -138,7 +164,8 @@ class Ledger:
         self.now += 1
         del self.live[key]
         block.died, block.ref = self.now, None
-        self.total -= block.size
+        if block.left == _NEVER:
+            self.total -= block.size
 
     # ------------------------------------------------------------------------------------------------- labelling
 
@@ -152,6 +179,8 @@ class Ledger:
                 block.labels = [(block.born, category)]
             elif block.category_at(self.now) != category:
                 block.labels.append((self.now, category))
+                if category in self.host_labels:
+                    self._leave(block)
             if unit is not None:
                 block.unit = unit
 
@@ -203,7 +232,7 @@ class Ledger:
         """Bytes alive at a moment, by (unit, category)."""
         out: dict[tuple[str, str], int] = {}
         for block in self.blocks:
-            if block.born <= time < block.died:
+            if block.born <= time < min(block.died, block.left):
                 for category, size in block.shares_at(time):
                     key = block.unit, category
                     out[key] = out.get(key, 0) + size
@@ -219,8 +248,12 @@ class Ledger:
             at[category] = at.get(category, 0) + size
 
         for block in self.blocks:
-            ends = [since for since, _ in block.labels[1:]] + [block.died]
+            gone = min(block.died, block.left)
+            ends = [since for since, _ in block.labels[1:]] + [gone]
             for (start, _), stop in zip(block.labels, ends):
+                if start >= gone:
+                    break
+                stop = min(stop, gone)
                 for category, size in block.shares_at(start):
                     add(start, category, size)
                     if stop < _NEVER:

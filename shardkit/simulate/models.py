@@ -35,7 +35,10 @@ def _llama(hidden, ffn, layers, heads, kv, vocab=32000, **more):
 
 
 def _t5(model, ff, layers, heads, kv=64, **more):
-    return (*_T5, dict(d_model=model, d_ff=ff, num_layers=layers, num_heads=heads, d_kv=kv, use_cache=False, **more))
+    return (*_T5, dict(
+        d_model=model, d_ff=ff, num_layers=layers, num_heads=heads, d_kv=kv, use_cache=False,
+        decoder_start_token_id=0, **more,
+    ))  # fmt: skip
 
 
 def _gpt2(width, layers, heads):

@@ -26,17 +26,25 @@ ROOT = "(root)"
 class Watch(TorchDispatchMode):
     """Enters into the ledger the memory of everything that operators return inside this context.
 
-    What an operator allocates and frees within itself is not seen.
+    What an operator allocates and frees within itself is not seen. `answers`: what the values of tensors are said to
+    be, by operator, where there are none (a model under construction in a simulation). `host_copies`: new memory that a
+    forward asks for with a device and a choice of pinning is the engine's copy of an activation on the host.
     """
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None, host_copies: bool = False):
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self.answers, self.host_copies = ledger, answers or {}, host_copies
         self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators += 1
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        answer = self.answers.get(func)
+        out = func(*args, **kwargs) if answer is None else answer(args[0])
+        if self.host_copies and "pin_memory" in kwargs and kwargs.get("device") is not None:
+            if self.ledger.visits[-1].phase == "forward":
+                self.ledger.see_on_host(out)
+                return out
         if isinstance(out, torch.Tensor):
             self.ledger.see(out)
         elif isinstance(out, (tuple, list)):

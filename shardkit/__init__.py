@@ -8,6 +8,9 @@
     full_optim_state_dict, load_full_optim_state_dict   whole optimizer state in and out
     save_safetensors, load_safetensors                  weights as the Hugging Face tools keep them
     save_checkpoint, load_checkpoint, async_save        sharded checkpoints, for any number of ranks
+    estimate(model, batch, optimizer, world_size)       memory of a training step, without the memory and the ranks
+    plan(model, batch, gpus)                            settings that fit, the fastest first
+    profile(model), explain_oom(error)                  memory of a run, by unit and category; what to change
 
 Importing shardkit imports torch alone.
 """
@@ -26,6 +29,14 @@ from .describe import Description, describe
 from .errors import CheckpointError, ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
 from .local_shard import LocalShard
 from .wrap import size_policy
+
+# What only some programs need, loaded when it is asked for.
+_LAZY = {
+    "estimate": ".simulate.estimate",
+    "explain_oom": ".simulate.profiler",
+    "plan": ".simulate.planner",
+    "profile": ".simulate.profiler",
+}
 
 __version__ = "0.1.0"
 
@@ -48,13 +59,29 @@ __all__ = [
     "auto_wrap",
     "checkpoint_wrapper",
     "describe",
+    "estimate",
+    "explain_oom",
     "full_optim_state_dict",
     "full_state_dict",
     "load_checkpoint",
     "load_full_optim_state_dict",
     "load_full_state_dict",
     "load_safetensors",
+    "plan",
+    "profile",
     "save_checkpoint",
     "save_safetensors",
     "size_policy",
 ]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

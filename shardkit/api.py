@@ -44,7 +44,7 @@ class FullyShardedDataParallel(Managed):
         process_group: ranks to shard over, or a (shard group, replicate group) pair. None: all ranks.
         device_mesh: instead of `process_group`; 1-D to shard over, 2-D (replicate x shard) for a hybrid.
         ignored_modules, ignored_states: modules, and modules or parameters, that are left alone.
-        auto_wrap_policy: also make units of modules inside, as `policy` of `auto_wrap`; FSDP1's policies are understood.
+        auto_wrap_policy: also make units of modules inside, as `policy` of `auto_wrap`; FSDP1's policies work.
         **options: see `shardkit.config.Options`.
 
     Collective over the ranks concerned: they compare plans and weights, and open a host channel.
@@ -103,7 +103,7 @@ class FullyShardedDataParallel(Managed):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if callable(getattr(cls, "save_pretrained", None)):
-            cls.save_pretrained = _save_pretrained
+            cls.save_pretrained = _save_pretrained  # type: ignore[attr-defined]
 
     def named_parameters(self, *args, **kwargs):
         self._shardkit_step.settle()  # after a step that broke off, full parameters may still be in place
@@ -170,10 +170,10 @@ def _wrap(
 def _options(options: dict[str, Any]) -> Options:
     for name in _ALWAYS_SO:
         options.pop(name, None)
-    strategy = options.get("sharding_strategy")
-    name = getattr(strategy, "name", strategy)  # FSDP1's enumeration, or its spelling
-    if isinstance(name, str):
-        options["sharding_strategy"] = _FSDP1_STRATEGIES.get(name.upper(), name)
+    given = options.get("sharding_strategy")
+    strategy = getattr(given, "name", given)  # FSDP1's enumeration, or its spelling
+    if isinstance(strategy, str):
+        options["sharding_strategy"] = _FSDP1_STRATEGIES.get(strategy.upper(), strategy)
     offload = options.get("cpu_offload")
     if isinstance(offload, bool):
         options["cpu_offload"] = CPUOffload() if offload else None

@@ -140,7 +140,7 @@ class Group:
         own = buffer.narrow(0, self.rank * n, n)
         return Work([getattr(self.pg, _ALL_GATHER)(buffer, own, options)], (buffer,))
 
-    def reduce_scatter(self, buffer: torch.Tensor, divisor: int) -> Work:
+    def reduce_scatter(self, buffer: torch.Tensor, divisor: float) -> Work:
         """Sums `buffer` (size * n elements) over the ranks and divides by `divisor`. The result, this rank's slice of
         n, is a new tensor: float32 where a direct gloo transport moved 16-bit values, else of the buffer's dtype.
 
@@ -160,12 +160,12 @@ class Group:
         # NCCL scales before it adds, so that a 16-bit sum cannot overflow; gloo's AVG is a sum and a division.
         average = "nccl" in self.backend and divisor == self.size
         options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         options.asyncOp = True
         work = getattr(self.pg, _REDUCE_SCATTER)(out, buffer, options)
         return Work([work], (buffer,), lambda: out if average or divisor == 1 else out.div_(divisor))
 
-    def _reduce_scatter_direct(self, buffer: torch.Tensor, n: int, divisor: int) -> Work:
+    def _reduce_scatter_direct(self, buffer: torch.Tensor, n: int, divisor: float) -> Work:
         works = [self._send(buffer.narrow(0, r * n, n), r) for r in self.peers]
         own = buffer.narrow(0, self.rank * n, n)
 
@@ -175,7 +175,7 @@ class Group:
 
         return self._sum_in_order(works, (buffer,), receive, lambda total: total.add_(own), divisor)
 
-    def reduce_scatter_parts(self, parts: dict[int, torch.Tensor], cuts: Cuts, divisor: int) -> Work:
+    def reduce_scatter_parts(self, parts: dict[int, torch.Tensor], cuts: Cuts, divisor: float) -> Work:
         """As `reduce_scatter`, of a buffer that was never put together: `parts[i]` is the flattened gradient of
         parameter i of the layout that `cuts` was made for, zero where missing. Only where `self.direct`.
 
@@ -219,7 +219,7 @@ class Group:
             sent += messages
         return self._sum_in_order(works, (parts, sent), receive, add_own, divisor)
 
-    def _sum_in_order(self, sends: list, keep: tuple, receive, add_own, divisor: int) -> Work:
+    def _sum_in_order(self, sends: list, keep: tuple, receive, add_own, divisor: float) -> Work:
         """A reduction: adds what the ranks send in rank order, whatever arrives first: the same bits on every run.
 
         One rank's pieces are received at a time, the first from now on, so that memory for them does not grow with the
@@ -250,12 +250,15 @@ class Group:
         return Work((), keep, finish)
 
     def _receive(self, t: torch.Tensor, rank: int):
+        assert self.pg is not None
         return self.pg.recv([t], rank, _TAG)
 
     def _send(self, t: torch.Tensor, rank: int):
+        assert self.pg is not None
         return self.pg.send([t], rank, _TAG)
 
     def _broadcast(self, t: torch.Tensor, root: int):
+        assert self.pg is not None
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = root, True
         return self.pg.broadcast([t], options)
@@ -377,7 +380,9 @@ def _group(pg: ProcessGroup | None) -> Group:
     return Group(pg if pg is not None and pg.size() > 1 else None)
 
 
-def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool, check_order: bool, near: int = 0) -> Mesh:
+def make_mesh(
+    process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool, check_order: bool, near: int = 0
+) -> Mesh:
     """The mesh for a wrapping. Collective over the ranks concerned when a host channel must be opened.
 
     process_group: a ProcessGroup, or a (shard group, replicate group) pair. device_mesh: 1-D (shard) or 2-D
@@ -403,10 +408,13 @@ def make_mesh(process_group=None, device_mesh=None, *, shard: bool, mesh2d: bool
             )
     elif isinstance(process_group, (tuple, list)):
         if len(process_group) != 2:
-            raise ConfigError(f"process_group has {len(process_group)} entries; expected (shard group, replicate group).")
+            raise ConfigError(
+                f"process_group has {len(process_group)} entries; expected (shard group, replicate group)."
+            )
         pair = (process_group[0], process_group[1])
     else:
         given = process_group if process_group is not None else dist.group.WORLD
+        assert given is not None
         pair = _split_by_node(given) if mesh2d else (given, None)
     if pair[0] is dist.GroupMember.NON_GROUP_MEMBER or pair[1] is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"rank {dist.get_rank()} is not a member of the process group that was given.")
@@ -426,7 +434,9 @@ def _near(shard: Group, n: int) -> Group | None:
         return None
     if shard.size % n:
         fits = [d for d in range(1, shard.size + 1) if shard.size % d == 0]
-        raise ConfigError(f"reshard_after_forward={n} does not divide the {shard.size} ranks of the shard group. Use {fits}.")
+        raise ConfigError(
+            f"reshard_after_forward={n} does not divide the {shard.size} ranks of the shard group. Use {fits}."
+        )
     first = shard.rank // n * n
     return Group(dist.new_group(shard.ranks[first : first + n], use_local_synchronization=True) if n > 1 else None)
 

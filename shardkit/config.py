@@ -196,12 +196,13 @@ class Options:
         strategy = STRATEGIES[self.sharding_strategy]
         if self.reshard_after_forward and not strategy.drop_after_backward:
             raise ConfigError(
-                f"reshard_after_forward=True contradicts sharding_strategy={self.sharding_strategy!r}, which keeps full "
-                "parameters between steps. Use 'full' or 'hybrid', or leave reshard_after_forward at None."
+                f"reshard_after_forward=True contradicts sharding_strategy={self.sharding_strategy!r}, which keeps "
+                "full parameters between steps. Use 'full' or 'hybrid', or leave reshard_after_forward at None."
             )
         if not isinstance(self.reshard_after_forward, (bool, int, type(None))) or self.near < 0:
             raise ConfigError(
-                f"reshard_after_forward={self.reshard_after_forward!r}: expected True, False, None or a number of ranks."
+                f"reshard_after_forward={self.reshard_after_forward!r}: expected True, False, None or a number of "
+                "ranks."
             )
         for field, kind in _KINDS.items():
             value = getattr(self, field)

@@ -57,7 +57,7 @@ class Description:
         widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
         lines = [f"strategy {self.strategy}: {self.shard_ranks} shards x {self.replicas} replicas"]
         for row in [head, *body]:
-            cells = [c.ljust(w) if i in (0, 1, 4) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            cells = [row[i].ljust(w) if i in (0, 1, 4) else row[i].rjust(w) for i, w in enumerate(widths)]
             lines.append("  ".join(cells).rstrip())
         lines += [f"{r.name or '(root)'} borrows {', '.join(r.borrows)}" for r in self.rows if r.borrows]
         return "\n".join(lines)

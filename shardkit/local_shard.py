@@ -84,7 +84,7 @@ def _become(cls: type, t: torch.Tensor) -> Any:
     """The new tensor `t` as a `cls`, a subclass of torch.Tensor; where `t` has a class of its own, as both."""
     if type(t) is torch.Tensor:
         return torch.Tensor._make_subclass(cls, t)
-    t.__class__ = _both(cls, type(t))  # type: ignore[assignment]
+    t.__class__ = _both(cls, type(t))
     return t
 
 
@@ -294,7 +294,7 @@ class _PendingNorm(torch.Tensor):
             done = iter(_whole_norms([n.source for n in pending], order))
             whole = [next(done) if isinstance(n, _PendingNorm) else n for n in args[0]]
             return torch.stack([n.to(whole[0].dtype) for n in whole], *args[1:], **kwargs)
-        if func is torch.Tensor.device.__get__ or func is torch.Tensor.dtype.__get__:
+        if func is torch.Tensor.device.__get__ or func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         args = torch.utils._pytree.tree_map(_complete, args)

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -125,15 +126,22 @@ def publish(temporary: Path, path: Path) -> None:
 
 def point_latest(path: Path) -> None:
     """Makes `latest`, beside the checkpoint, name it."""
-    temporary = path.parent / f".{LATEST}{WRITING}{new_token()}"
-    write_file(temporary, path.name.encode())
-    rename(temporary, path.parent / LATEST)
+    for last in (False, True):
+        temporary = path.parent / f".{LATEST}{WRITING}{new_token()}"
+        write_file(temporary, path.name.encode())
+        try:
+            rename(temporary, path.parent / LATEST)
+            break
+        except FileNotFoundError:  # another model's save in this folder took it for a leftover
+            if last:
+                raise
     flush_folder(path.parent)
 
 
 def remove_old(path: Path, keep: int) -> list[Path]:
-    """Removes complete checkpoints beside `path` until the newest `keep` are left, never `path`. Returns what went."""
-    others = [p for p in complete_ones(path.parent) if p != path]
+    """Removes complete checkpoints of the same series beside `path` until the newest `keep` are left, never `path`.
+    Returns what went."""
+    others = [p for p in complete_ones(path.parent) if p != path and _series(p.name) == _series(path.name)]
     gone = others[: max(0, len(others) - (keep - 1))]
     for old in gone:
         removed = old.parent / f".{old.name}{REMOVED}{new_token()}"
@@ -142,17 +150,23 @@ def remove_old(path: Path, keep: int) -> list[Path]:
     return gone
 
 
-def remove_leftovers(path: Path, everything: bool) -> None:
-    """Removes what a process that died while it saved `path` left behind; with `everything`, whatever `path` was."""
+def remove_leftovers(path: Path, series: bool) -> None:
+    """Removes what a process that died while it saved `path` left behind; with `series`, any of the same series."""
     if not path.parent.is_dir():
         return
-    pattern = "*" if everything else path.name
     for kind in (WRITING, REMOVED, REPLACED):
-        for left in path.parent.glob(f".{pattern}{kind}*"):
-            if left.is_file():
+        for left in path.parent.glob(f".*{kind}*"):
+            name = left.name[1 : left.name.rindex(kind)]
+            if left.is_file() and name == LATEST:
                 left.unlink(missing_ok=True)
-            elif kind != REPLACED or (left.parent / left.name[1 : left.name.rindex(kind)]).exists():
-                remove_folder(left)
+            elif name == path.name or (series and _series(name) == _series(path.name)):
+                if kind != REPLACED or (left.parent / name).exists():
+                    remove_folder(left)
+
+
+def _series(name: str) -> str:
+    """What names of one series have in common: all but the numbers. Other models may save in the same folder."""
+    return re.sub(r"\d+", "#", name)
 
 
 def is_complete(path: Path) -> bool:

@@ -161,7 +161,7 @@ def _publish(path: Path, token: str, layout: Layout) -> None:
 def _save_configuration(model: nn.Module, path: Path) -> None:
     for name in ("config", "generation_config"):
         config = getattr(model, name, None)
-        if callable(getattr(config, "save_pretrained", None)):
+        if config is not None and callable(getattr(config, "save_pretrained", None)):
             if name == "config":
                 config.architectures = [type(model).__name__]
             config.save_pretrained(path)

@@ -155,7 +155,8 @@ def _not_ignored(model: nn.Module, which: str, names: list[str]) -> list[str]:
 def _check_names(
     checkpoint: Checkpoint, model: nn.Module, prefix: str, state: Mapping[str, Any], missing: list[str]
 ) -> None:
-    keys = {prefix + clean(key) for key in state}
+    # A buffer that is no longer saved may be there in files from when it was; its values are computed.
+    keys = {prefix + clean(key) for key in [*state, *(name for name, _ in model.named_buffers())]}
     saved = {*checkpoint.tensors, *checkpoint.objects}
     # Without a prefix, a checkpoint may hold other things beside the model; files of weights hold nothing else.
     known = [name for name in saved if name.startswith(prefix)] if prefix or not hasattr(checkpoint, "paths") else []

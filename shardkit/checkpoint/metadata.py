@@ -59,7 +59,7 @@ def make_metadata(records: list[Written]) -> bytes:
         if paths.setdefault(name, r.path) != r.path:
             raise CheckpointError(f"two things to save have the name {name!r}: {paths[name]} and {r.path}. Rename one.")
         where = _StorageInfo(r.file, r.offset, r.length)
-        if r.sizes is None:
+        if r.sizes is None or r.shape is None or r.offsets is None or r.dtype is None:
             tensors[name] = dcp.BytesStorageMetadata()
             storage[dcp.MetadataIndex(name)] = where
             continue

@@ -48,7 +48,7 @@ def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optim: torch.optim.
                 "wrapping, as it was saved on, and nowhere else."
             )
         states.setdefault(aliases[name], {}).update({k: v for k, v in kept.items() if k != "piece"})
-    group_of = {}
+    group_of: dict[nn.Parameter, int] = {}
     groups = _groups(checkpoint, prefix)
     for number, options in enumerate(groups):
         group_of |= {aliases[name]: number for name in options.pop("params") if name in aliases}
@@ -57,7 +57,8 @@ def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optim: torch.optim.
 
 def _apply(optim: torch.optim.Optimizer, states: dict, groups: list[dict], group_of: dict[nn.Parameter, int]) -> None:
     """Hands states and options to the optimizer, in its own order of groups and parameters."""
-    at, local, options = 0, {}, []
+    local: dict[int, Any] = {}
+    at, options = 0, []
     for number, current in enumerate(optim.param_groups):
         members = current["params"]
         kept = [groups[n] for n in dict.fromkeys(group_of[p] for p in members if p in group_of)]
@@ -104,7 +105,8 @@ def _prefix(checkpoint: Checkpoint) -> str:
 
 def _states(checkpoint: Checkpoint, prefix: str, known: set[str]) -> dict[str, dict[str, str]]:
     """{parameter: {key: name in the checkpoint}} for the parameters in `known`."""
-    start, out, unknown = prefix + "state.", {}, 0
+    out: dict[str, dict[str, str]] = {}
+    start, unknown = prefix + "state.", 0
     for full in [*checkpoint.tensors, *checkpoint.objects]:
         if full.startswith(start):
             parts = full[len(start) :].split(".")
@@ -123,7 +125,8 @@ def _states(checkpoint: Checkpoint, prefix: str, known: set[str]) -> dict[str, d
 def _groups(checkpoint: Checkpoint, prefix: str) -> list[dict]:
     """The saved groups, `params` a set of names. In the nested form they have numbers; in the flat form each
     parameter has its options."""
-    start, found = prefix + "param_groups.", {}
+    found: dict[str, dict[str, Any]] = {}
+    start = prefix + "param_groups."
     for full in [*checkpoint.tensors, *checkpoint.objects]:
         if full.startswith(start):
             group, _, key = full[len(start) :].rpartition(".")

@@ -76,7 +76,7 @@ class _Tensor:
         self.storage, self.dtype, self.sizes = storage, dtype, sizes
 
     def __reduce__(self):
-        arguments = (self.storage, 0, self.sizes, strides_of(self.sizes), False, OrderedDict())
+        arguments: tuple[Any, ...] = (self.storage, 0, self.sizes, strides_of(self.sizes), False, OrderedDict())
         if self.storage.typed:
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, self.dtype, {})

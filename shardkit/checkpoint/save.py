@@ -52,15 +52,15 @@ def save_checkpoint(
     Args:
         path: folder of this checkpoint, as `run/step_200`.
         optim: its state is saved under parameter names; those of frozen or ignored parameters included.
-        keep: number of complete checkpoints to keep beside `path`, this one included; older ones are removed.
-            None: all of them.
+        keep: number of complete checkpoints to keep beside `path`, this one included, of those whose names differ
+            from its name in numbers only (`step_100`, `step_200`); older ones are removed. None: all of them.
         verify: read everything back from the file system and compare checksums before the folder becomes visible.
             Lengths are compared in any case.
         **extra: anything with `state_dict()` (a scheduler, a scaler), or that can be pickled (the position in the
             data, random states). LocalShards in dictionaries, an average of the weights say, are saved sharded. What
             is not the same on all ranks is saved for each of them.
 
-    Collective over the model's ranks: four small object gathers; no tensor is communicated.
+    Collective over the model's ranks: six small object gathers; no tensor is communicated.
 
     Raises, on every rank: CheckpointError where a rank could not write, ConfigError for an optimizer of another model,
     a `keep` below 1, or extras that ranks do not all have; StateError where nothing is sharded, or inside a forward.

@@ -65,6 +65,10 @@ class WholeState(api.FullyShardedDataParallel):
         """Options for `full_state_dict`; None: this module's state dict holds LocalShards."""
         return {}
 
+    def whole_state_dict(self, **options) -> dict:
+        """What `state_dict()` is made from. Collective."""
+        return full_state_dict(self, **options)
+
     def pieces_to_cpu(self) -> bool:
         """Whether a state dict of LocalShards is copied to host memory."""
         return False
@@ -79,7 +83,7 @@ class WholeState(api.FullyShardedDataParallel):
             if not own and self.pieces_to_cpu():
                 out.update((k, v.cpu()) for k, v in out.items() if isinstance(v, torch.Tensor))
             return out
-        whole = full_state_dict(self, **options)
+        whole = self.whole_state_dict(**options)
         if args or destination is not None:
             destination = args[0] if args else destination
         if destination is None and not prefix:

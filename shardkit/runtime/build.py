@@ -248,8 +248,9 @@ def _agree_on_weights(draft: _Draft, mesh: Mesh, options: Options) -> None:
         if different:
             raise PlanMismatchError(
                 f"{different[0]} and {len(different) - 1} more parameters of unit {draft.name or '(root)'!r} differ "
-                f"between ranks {mesh.world.ranks[0]} and {mesh.world.ranks[rank]}; sharding would mix two models. Seed "
-                "every rank alike before building the model, or pass sync_module_states=True to take the first rank's."
+                f"between ranks {mesh.world.ranks[0]} and {mesh.world.ranks[rank]}; sharding would mix "
+                "two models. Seed every rank alike before building the model, or pass sync_module_states=True to take "
+                "the first rank's."
             )
 
 
@@ -278,8 +279,8 @@ def _is_all_low(drafts: list[_Draft], mesh: Mesh, options: Options) -> bool:
     chosen = options.mixed_precision.master_dtype if options.mixed_precision is not None else None
     if chosen is None and mesh.world.rank == 0:
         warnings.warn(
-            f"the model's parameters are {dtypes.pop()}; trainable ones get float32 masters, which the optimizer updates, "
-            "and compute in the dtype they had. MixedPrecision(master_dtype=...) chooses another.",
+            f"the model's parameters are {dtypes.pop()}; trainable ones get float32 masters, which the optimizer "
+            "updates, and compute in the dtype they had. MixedPrecision(master_dtype=...) chooses another.",
             stacklevel=2,
         )
     return True
@@ -311,7 +312,7 @@ def _compute_device(drafts: list[_Draft], options: Options) -> torch.device:
         return torch.device("cpu")
     devices = {p.device for draft in drafts for p in draft.owned if p.device.type not in ("meta", "cpu")}
     if len(devices) > 1:
-        raise ConfigError(f"the model's parameters are on several devices: {sorted(map(str, devices))}. Use one a rank.")
+        raise ConfigError(f"the model's parameters are on several devices: {sorted(map(str, devices))}. Use one.")
     return devices.pop()
 
 

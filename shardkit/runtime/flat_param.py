@@ -1,4 +1,4 @@
-"""One flat parameter: parameters of a unit that share dtypes, end to end in one buffer, of which each rank keeps a slice.
+"""One flat parameter: parameters of a unit that share dtypes, end to end in a buffer of which each rank keeps a slice.
 
     shard    1-D, `layout.shard_numel` elements of the master dtype, on every rank: what the optimizer updates.
              Every local parameter's `.data` is a view of it.

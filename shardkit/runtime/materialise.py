@@ -17,7 +17,8 @@ from ..errors import ConfigError
 
 class Materialiser:
     """Fills modules of one model. `init_fn(module)` initialises one module's own parameters and buffers; None: the
-    module's `reset_parameters()`, then the model's `_init_weights(module)`, where `transformers` models choose theirs."""
+    module's `reset_parameters()`, then the model's `_init_weights(module)`, where `transformers` models choose theirs.
+    """
 
     def __init__(self, root: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None):
         self.root, self.device, self.init_fn = root, device, init_fn
@@ -68,8 +69,8 @@ class Materialiser:
     def _check(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
         if value is not None and _is_marked(value):
             raise ConfigError(
-                f"{type(module).__name__}.{name} was on the meta device and was not initialised. Pass param_init_fn= that "
-                "sets it; a non-persistent buffer must be computed there, because no checkpoint holds it."
+                f"{type(module).__name__}.{name} was on the meta device and was not initialised. Pass param_init_fn= "
+                "that sets it; a non-persistent buffer must be computed there, because no checkpoint holds it."
             )
 
 

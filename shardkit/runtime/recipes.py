@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
+_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 class Record:
@@ -75,8 +75,8 @@ class Use(Function):
 class Reduce(Function):
     """Full gradients of one rank -> local pieces of the averaged gradient, differentiably (`create_graph=True`).
 
-    What is differentiated is the mean of the ranks' losses: a local gradient is 1/N of the sum of all ranks' full ones, so
-    the cotangent of this rank's full gradient is 1/N of all ranks' local cotangents, gathered.
+    What is differentiated is the mean of the ranks' losses: a local gradient is 1/N of the sum of all ranks' full ones,
+    so the cotangent of this rank's full gradient is 1/N of all ranks' local cotangents, gathered.
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ class Reduce(Function):
         for i, cotangent in zip(indices, cotangents, strict=True):
             if cotangent is not None:
                 flat.local_piece(local, i).copy_(cotangent)
-        whole = flat.gather_like_shard(local).div_(flat.mesh.size)
+        whole = flat.gather_like_shard(local).div_(flat.divisor)
         return (None, None, None, *(whole.as_strided(*flat.full_geometry[i]) for i in indices))
 
 
@@ -131,7 +131,8 @@ class SavedWeights:
 def push_saved_weights(step: Step) -> bool:
     """Makes the root's hooks the innermost, unless they are already. True if they must be popped again."""
     top = _top_hooks(True)
-    if top is not None and getattr(top[0], "__self__", None).__class__ is SavedWeights and top[0].__self__.step is step:
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    if isinstance(owner, SavedWeights) and owner.step is step:
         return False
     if not _hooks_allowed():
         return False  # inside torch.func transforms: weights are saved as they are

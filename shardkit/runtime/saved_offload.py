@@ -94,7 +94,7 @@ class _Kept:
 
     def __init__(self, t: torch.Tensor, pin: bool):
         self.lane = _lane(t.device)
-        self.source = StorageWeakRef(t.untyped_storage())  # while it is held, no other storage gets the same identity
+        self.source = StorageWeakRef(t.untyped_storage())  # while it is held, no other storage gets this one's identity
         self.host = torch.empty_like(t, device="cpu", pin_memory=pin and t.device.type != "cpu", requires_grad=False)
         self.left = self.lane.copy(self.host, t)  # event, or None
 
@@ -134,7 +134,7 @@ class _Tape:
         self._let_leave(group - 1)
         key = (t.untyped_storage()._cdata, t.storage_offset(), t.size(), t.stride(), t.dtype, t._version)
         kept = self._known.get(key)  # saved by several operators
-        if kept is None or kept.source.expired():
+        if kept is None:
             kept = self._known[key] = _Kept(t, pin)
             if kept.left is not None:
                 self._leaving.append((group, kept, t.detach()))

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from ..comm import Mesh, Work
 from ..config import Options
 from ..errors import StateError
+from ..local_shard import LocalShard
 from . import precision
 from .flat_param import FlatParam
 from .join import Join
@@ -69,7 +71,7 @@ class Step:
         self.saved_weights = SavedWeights(self, None)
         with torch.inference_mode(False), torch.enable_grad():
             self.anchor = torch.empty(0, requires_grad=True)
-            self.anchor_node = self.anchor.expand(0).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            self.anchor_node: Any = self.anchor.expand(0).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
         self.sync = True  # False inside no_sync
         self.joining: Join | None = None  # inside join()
@@ -190,7 +192,7 @@ class Step:
     def begin_backward(self) -> None:
         if not self._backward_open:
             self._backward_open = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def open(self, unit: Unit) -> None:
         """Backward has reached a unit."""
@@ -259,7 +261,7 @@ class Step:
             reduction.advance()
         self._pending.append(Reduction(flat, scatter))
 
-    def capture(self, flat: FlatParam, indices: list[int], grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def capture(self, flat: FlatParam, indices: list[int], grads: list[torch.Tensor]) -> list[LocalShard]:
         """Reduces gradients now and returns the local pieces, without touching `param.grad`."""
         self._capturing = (indices, grads)
         self.order.request(self, CAPTURE, flat.index)

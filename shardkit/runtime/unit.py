@@ -70,7 +70,7 @@ class Unit:
         self._params = [e.param for e in self.entries]
         # (container, key, local parameter) of every place of every entry
         self._slots_of = [
-            [(m.__dict__ if attribute is None else m.__dict__[attribute], key, e.param) for m, attribute, key in e.places]
+            [(m.__dict__ if name is None else m.__dict__[name], key, e.param) for m, name, key in e.places]
             for e in self.entries
         ]
         self._slots = [slot for slots in self._slots_of for slot in slots]
@@ -258,7 +258,7 @@ class Unit:
         self._installed = True
         self.step.gather_for_backward(self, everything)
         sources = [s for s in self._per_source if everything or s[0].needed_in_backward]
-        with torch.enable_grad():  # hooks run without grad mode, but a reentrant checkpoint needs differentiable weights
+        with torch.enable_grad():  # hooks run without it, but a reentrant checkpoint needs differentiable weights
             _, fulls = self._make_fulls(sources)
         for position, full in fulls.items():
             for container, key, _ in self._slots_of[position]:

@@ -7,6 +7,7 @@ stands in front of a few methods of one sharded model's engine, on these objects
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.flat_param import FlatParam
 from ..runtime.managed import unit_of
+from ..runtime.saved_offload import _Kept
 from ..runtime.step import Step
 from ..runtime.unit import in_backward
 from .ledger import BUFFERS, FULL, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, Ledger
@@ -27,8 +29,8 @@ class Watch(TorchDispatchMode):
     """Enters into the ledger the memory of everything that operators return inside this context.
 
     What an operator allocates and frees within itself is not seen. `answers`: what the values of tensors are said to
-    be, by operator, where there are none (a model under construction in a simulation). `host_copies`: new memory that a
-    forward asks for with a device and a choice of pinning is the engine's copy of an activation on the host.
+    be, by operator, where there are none (a model under construction in a simulation). `host_copies`: what the engine
+    makes for copies of activations on the host is there, and does not count.
     """
 
     def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None, host_copies: bool = False):
@@ -41,10 +43,9 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         answer = self.answers.get(func)
         out = func(*args, **kwargs) if answer is None else answer(args[0])
-        if self.host_copies and "pin_memory" in kwargs and kwargs.get("device") is not None:
-            if self.ledger.visits[-1].phase == "forward":
-                self.ledger.see_on_host(out)
-                return out
+        if self.host_copies and func is torch.ops.aten.empty_like.default and _asked_by(_Kept.__init__):
+            self.ledger.see_on_host(out)
+            return out
         if isinstance(out, torch.Tensor):
             self.ledger.see(out)
         elif isinstance(out, (tuple, list)):
@@ -56,6 +57,15 @@ class Watch(TorchDispatchMode):
                         if isinstance(inner, torch.Tensor):
                             self.ledger.see(inner)
         return out
+
+
+def _asked_by(method: Any) -> bool:
+    frame = sys._getframe(2)
+    for _ in range(3):
+        if frame is None or frame.f_code is method.__code__:
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def steps_in(model: nn.Module) -> list[Step]:
@@ -80,7 +90,7 @@ class Observer:
     def attach(self) -> None:
         label_model(self.ledger, self.model)
         for step in self.steps:
-            self._around(step, "_track", REDUCTION)
+            self._around(step, "_track", REDUCTION, after=lambda *_, step=step: self._label_reduced(step))
             self._around(step, "_deposit", REDUCTION, after=lambda *_, step=step: self._label_grads(step))
             self._replace(step, "open", self._opened(step))
             for flat in step.flats:
@@ -131,6 +141,10 @@ class Observer:
                 return method(indices, grads)
 
         return add_grads
+
+    def _label_reduced(self, step: Step) -> None:
+        reduced = [flat.reduced for flat in step.flats if flat.reduced is not None]
+        self.ledger.label(reduced, GRADIENTS, since_birth=False)
 
     def _label_grads(self, step: Step) -> None:
         for flat in step.flats:

@@ -140,6 +140,31 @@ def test_frozen_parts_may_be_checkpointed_and_inputs_offloaded(rank, world, plac
     twins.train(loss, steps=2)
 
 
+class Tokens(nn.Module):
+    """A lookup and a matrix, of one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(11, 5), nn.Linear(5, 11)
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.emb(tokens)))
+
+
+@ranks(2)
+@both_kinds
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_that_are_looked_up_again_are_there(rank, world, reentrant, whole):
+    """Backward by itself needs no embedding, so the engine gathers it for the recomputation only."""
+
+    def wrap(model):
+        shardkit.auto_wrap(model, policy=None)
+        shardkit.checkpoint_wrapper(model if whole else model[0], use_reentrant=reentrant)
+        return model
+
+    Twins(rank, world, lambda: nn.Sequential(Tokens()), wrap=wrap).train(loss, steps=2)
+
+
 @ranks(2)
 @both_kinds
 @pytest.mark.parametrize("where", [True, 0.5, {Block}, {Mlp}, is_stack], ids="all half Block Mlp predicate".split())

@@ -77,12 +77,12 @@ def test_a_kill_at_any_file_operation_leaves_a_complete_checkpoint(rank, world, 
     optim = torch.optim.Adam(model.parameters())
     step(model, optim, 1)
     old = whole(model, optim)
-    shardkit.save_checkpoint(tmp_path / "first", model, optim)
+    shardkit.save_checkpoint(tmp_path / "step_1", model, optim)
     new_model = wrap(1)
     new_optim = torch.optim.Adam(new_model.parameters())
     step(new_model, new_optim, 2)
     new = whole(new_model, new_optim)
-    name = "second" if case == "another name" else "first"
+    name = "step_2" if case == "another name" else "step_1"
     came, n, killed = set(), 0, True
     while killed:
         killed = _killed_save(tmp_path, tmp_path / name, n, new_model, new_optim, keep=1)
@@ -97,7 +97,7 @@ def test_a_kill_at_any_file_operation_leaves_a_complete_checkpoint(rank, world, 
             before = wrap(0)
             before_optim = torch.optim.Adam(before.parameters())
             step(before, before_optim, 1)
-            shardkit.save_checkpoint(tmp_path / "first", before, before_optim)
+            shardkit.save_checkpoint(tmp_path / "step_1", before, before_optim)
         n += 1
     assert came == {False, True} and n > 20, (came, n)
     if "without" in case:
@@ -111,18 +111,18 @@ def _save_and_die(rank, world, folder, victim, n):
     killer = Killer(folder, n)
     killer.install()
     killer.armed = rank == victim
-    shardkit.save_checkpoint(folder / "second", model)
+    shardkit.save_checkpoint(folder / "step_2", model)
 
 
 def _load_old(rank, world, folder):
     model = wrap(5)
     shardkit.load_checkpoint(folder, model)
     assert_same(whole(model), whole(wrap(0)))
-    assert not (folder / "second").exists()
+    assert not (folder / "step_2").exists()
 
 
 def _save_first(rank, world, folder):
-    shardkit.save_checkpoint(folder / "first", wrap(0))
+    shardkit.save_checkpoint(folder / "step_1", wrap(0))
 
 
 @pytest.mark.parametrize(("victim", "n"), [(1, 3), (1, 0), (0, 2), (0, 12)])
@@ -221,6 +221,11 @@ def test_latest_and_keep(rank, world, tmp_path):
         shardkit.save_checkpoint(tmp_path / f"step_{n}", wrap(n), keep=3, step=n)
         assert (tmp_path / "latest").read_text() == f"step_{n}"
     assert sorted(p.name for p in tmp_path.glob("step*")) == ["step_2", "step_3", "step_4"]
+    dist.barrier()
+    shardkit.save_checkpoint(tmp_path / "critic_9", wrap(8), keep=1)  # another series, whose numbers are its own
+    assert sorted(p.name for p in tmp_path.glob("step*")) == ["step_2", "step_3", "step_4"]
+    if rank == 0:
+        shutil.rmtree(tmp_path / "critic_9")
     dist.barrier()
     model = wrap(9)
     assert shardkit.load_checkpoint(tmp_path, model)["step"] == 4

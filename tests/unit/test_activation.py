@@ -433,6 +433,24 @@ def test_offload_copies_a_tensor_once_however_many_operators_save_it(monkeypatch
     assert torch.allclose(x.grad, 2 * (y.cos() - y.sin() + y.exp() * (1 + y)))
 
 
+def test_offload_keeps_each_version_of_a_tensor_that_changes_in_place():
+    x = torch.randn(8, 8, requires_grad=True)
+    y = 2 * x
+    with to_host(None, ActivationOffload(min_bytes=0)):
+        first = y.sin()
+        second = y.add_(1).sin()
+    (first + second).sum().backward()
+    assert torch.allclose(x.grad, 2 * ((2 * x).cos() + (2 * x + 1).cos()))
+
+
+def test_nothing_is_offloaded_that_a_recomputation_uses_at_once(monkeypatch):
+    copies = _copies(monkeypatch)
+    inner = checkpoint_wrapper(Block(), offload_to_cpu=True)
+    outer = checkpoint_wrapper(nn.Sequential(nn.Linear(5, 5), inner), use_reentrant=True)
+    outer(torch.randn(3, 5)).sum().backward()
+    assert copies == []
+
+
 def test_offload_leaves_parameters_and_small_tensors_on_the_device(monkeypatch):
     copies = _copies(monkeypatch)
     linear, frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)

@@ -1,6 +1,6 @@
 """Predicted against measured peak of live bytes: the same training steps simulated, and run on CPU ranks.
 
-    python bench/predicted_vs_measured.py            # 26 configurations on 2 and 4 ranks, a table in bench/results
+    python bench/predicted_vs_measured.py            # 18 configurations on 2 and on 4 ranks, a table in bench/results
     python bench/predicted_vs_measured.py --only llama --nproc 2
 
 Measured is what the profiler records of every allocation on rank 0 (see `peak_memory.CpuMeter`), from before the model is
@@ -10,9 +10,8 @@ built: also what kernels allocate and free within themselves, which a simulation
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
+import contextlib
+import gc
 import sys
 from pathlib import Path
 
@@ -112,8 +111,6 @@ CONFIGURATIONS: list[tuple[str, dict]] = [
 
 def measure(name: str, options: dict) -> dict[str, int]:
     """Peak of live bytes on this rank by phase, in a process group that is there."""
-    import gc
-
     import shardkit
     from shardkit.simulate.estimate import _checked
     from shardkit.simulate.training import default_loss, make_optimizer
@@ -132,7 +129,7 @@ def measure(name: str, options: dict) -> dict[str, int]:
             loss = None
             for micro in range(accumulate):
                 last = micro == accumulate - 1
-                with model.no_sync() if not last else _nothing():
+                with model.no_sync() if not last else contextlib.nullcontext():
                     with meter.phase("forward"):
                         loss = default_loss(model, batch)
                     with meter.phase("backward"):
@@ -145,15 +142,9 @@ def measure(name: str, options: dict) -> dict[str, int]:
     return {phase: spans[phase]["peak"] - spans["before"]["start"] for phase in ("forward", "backward", "step")}
 
 
-def _nothing():
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def worker(args, device) -> dict:
-    chosen = CONFIGURATIONS[args.index]
-    return measure(*chosen)
+    """Measures the configurations of `args.indices`, one after another, in one process group."""
+    return {str(index): measure(*CONFIGURATIONS[index]) for index in args.indices}
 
 
 def predict(name: str, options: dict, world: int) -> dict[str, int]:
@@ -163,17 +154,14 @@ def predict(name: str, options: dict, world: int) -> dict[str, int]:
     return {phase: report.phases[phase].total for phase in ("forward", "backward", "step")}
 
 
-def compare(index: int, world: int) -> dict:
-    """One row: predicted here, measured in processes of their own."""
-    name, options = CONFIGURATIONS[index]
-    predicted = predict(name, dict(options), world)
-    command = [sys.executable, __file__, "--index", str(index), "--nproc", str(world)]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if ran.returncode:
-        raise SystemExit(ran.stderr)
-    measured = json.loads(ran.stdout.splitlines()[-1])
-    a, b = max(predicted.values()), max(measured.values())
-    return dict(model=name, world=world, options=options, predicted=predicted, measured=measured, error=(a - b) / b)
+def compare(measured: dict[str, dict[str, int]], world: int) -> list[dict]:
+    rows = []
+    for index, real in measured.items():
+        name, options = CONFIGURATIONS[int(index)]
+        predicted = predict(name, dict(options), world)
+        a, b = max(predicted.values()), max(real.values())
+        rows.append(dict(model=name, world=world, options=options, predicted=predicted, measured=real, error=(a - b) / b))
+    return rows
 
 
 def show(result: dict) -> str:
@@ -192,19 +180,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4], help="world sizes")
     parser.add_argument("--only", help="models whose name contains this")
-    parser.add_argument("--index", type=int, help=argparse.SUPPRESS)  # measure one configuration, on ranks
     bench_report.add_options(parser)
     args = parser.parse_args()
-    if args.index is not None:
-        print(json.dumps(common.launch(worker, args, args.nproc)[0]))
-        return
+    args.indices = [i for i, (name, _) in enumerate(CONFIGURATIONS) if not args.only or args.only in name]
     rows = []
-    for index, (name, _) in enumerate(CONFIGURATIONS):
-        for world in args.nproc:
-            if not args.only or args.only in name:
-                rows.append(compare(index, world))
-                r = rows[-1]
-                print(f"{name} {r['options']} {world} ranks: {100 * r['error']:+.2f} %", file=sys.stderr, flush=True)
+    for world in args.nproc:
+        rows += compare(common.launch(worker, args, [world])[0], world)
     bench_report.write("predicted_vs_measured", args, [dict(rows=rows)], show)
 
 

@@ -195,6 +195,11 @@ def _bottom_up(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit("", model)
 
 
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """A module's class by name: the classes that shardkit generates keep the name of the class they extend."""
+    return type(module).__module__, type(module).__qualname__
+
+
 def _has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
@@ -248,12 +253,12 @@ def _declared_blocks(tree: _Tree) -> set[nn.Module]:
     """Outermost modules whose class a ``_no_split_modules`` names."""
     names = {name for module in tree.model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     declared = [module for module in tree.names if type(module).__name__ in names and tree.may_be_unit(module)]
-    count = Counter(type(module) for module in declared)
-    repeated = [module for module in declared if count[type(module)] > 1]
+    count = Counter(_kind(module) for module in declared)
+    repeated = [module for module in declared if count[_kind(module)] > 1]
     if repeated:
         # Embeddings are declared as well, for they must stay on one device; so is the only layer of a small tower.
         large = _SMALLEST_PART_OF_A_BLOCK * median(_numel(tree.params(module)) for module in repeated)
-        declared = [module for module in declared if count[type(module)] > 1
+        declared = [module for module in declared if count[_kind(module)] > 1
                     or (_numel(tree.params(module)) >= large and not tree.is_tied(module))]
     below = {module for block in declared for module in block.modules() if module is not block}
     return {module for module in declared if module not in below}
@@ -267,16 +272,16 @@ def _repeated_blocks(tree: _Tree, known: set[nn.Module]) -> set[nn.Module]:
                 and not (tree.is_leaf(module) and tree.is_tied(module))
                 and known.isdisjoint(module.modules()))
 
-    found: dict[type[nn.Module], set[nn.Module]] = {}
+    found: dict[tuple[str, str], set[nn.Module]] = {}
     regions, seen = [tree.model], set(known)
     while regions:
         elements = [element for region in regions for element in _elements(region, seen)]
         eligible = {element for element in dict.fromkeys(elements) if could_be(element)}
         # Counted by position: one module that is listed twice (shared layers) runs twice and is a block, too.
-        count = Counter(type(element) for element in elements if element in eligible)
-        repeated = {element for element in eligible if count[type(element)] > 1}
+        count = Counter(_kind(element) for element in elements if element in eligible)
+        repeated = {element for element in eligible if count[_kind(element)] > 1}
         for element in repeated:
-            found.setdefault(type(element), set()).add(element)
+            found.setdefault(_kind(element), set()).add(element)
         regions = [element for element in dict.fromkeys(elements) if element not in repeated]
     smallest = _SMALLEST_SHARE * _numel(tree.params(tree.model))
     worthwhile = (group for group in found.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -44,7 +45,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool | N
         if isinstance(value, LocalShard):
             flat, i = homes[value.shard_info]
             wanted.setdefault(flat, {}).setdefault(i, []).append(key)
-    out = OrderedDict((key, None) for key in state) if keep else OrderedDict()
+    out: OrderedDict[str, Any] = OrderedDict((key, None) for key in state) if keep else OrderedDict()
     for flat, by_index in wanted.items():
         whole = flat.gather_like_shard(flat.shard)
         for i, keys in by_index.items() if keep else ():

@@ -49,12 +49,12 @@ def full_optim_state_dict(
     if not keep:
         return {}
     for param, state in optim.state.items():
-        home = home_of(param)
-        entry = out["state"].setdefault(names[param], {})
+        home, name = home_of(param), names[param]  # type: ignore[index]
+        entry = out["state"].setdefault(name, {})
         for key, value in state.items():
             if home is None or not _is_local(value, home[0], home[1]):
                 entry[key] = _copied(value, device)
-        out["state"][names[param]] = {k: entry[k] for k in state if k in entry}  # in the optimizer's own order
+        out["state"][name] = {k: entry[k] for k in state if k in entry}  # in the optimizer's own order
     for options in optim.param_groups:
         named = {k: _copied(v, device) for k, v in options.items() if k != "params"}
         out["param_groups"].append({**named, "params": [names[p] for p in options["params"]]})

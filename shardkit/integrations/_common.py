@@ -127,6 +127,12 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for unit in found if unit.module in inside]
 
 
+def is_wrapped(module: nn.Module, cls: type) -> bool:
+    """Whether `module` is a unit of the wrapper class already, so that another wrapper around it would hold nothing."""
+    unit = unit_of(module)
+    return isinstance(module, cls) and unit is not None and unit.module is module
+
+
 @contextlib.contextmanager
 def summoned(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
     """`summon_full_params` of every root in `module`, which may itself not be sharded. Collective."""

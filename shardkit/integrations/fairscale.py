@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..runtime.managed import unit_of
 from ..runtime.unit import Unit, in_backward
 from . import fairscale_state, pickling
-from ._common import PerUnit, WholeState, keep_dtype, say, set_unit_options, summoned, units_in
+from ._common import PerUnit, WholeState, is_wrapped, keep_dtype, say, set_unit_options, summoned, units_in
 from .fairscale_ddp import ShardedDataParallel
 from .fairscale_oss import OSS
 from .fairscale_wrap import (
@@ -81,6 +81,8 @@ class _Settings:
     allow_reset_parameters: bool
     verbose: bool
     arguments: dict[str, Any]
+    trained: tuple[bool, ...]
+    """For each flat parameter of the unit, whether it was trainable when the unit was made."""
 
 
 class FullyShardedDataParallel(WholeState):
@@ -123,6 +125,9 @@ class FullyShardedDataParallel(WholeState):
         given = {k: v for k, v in locals().items() if k not in ("cls", "module", "process_group", "__class__")}
         if not isinstance(module, nn.Module):
             raise ConfigError(f"expected an nn.Module to shard, got {type(module).__name__}.")
+        if is_wrapped(module, cls):
+            _rewrapped(module, given)
+            return module
         _explain(given)
         if force_input_to_fp32 and not mixed_precision:
             module.register_forward_pre_hook(_raise_inputs, with_kwargs=True)
@@ -135,12 +140,10 @@ class FullyShardedDataParallel(WholeState):
             cast_inputs=False,
             cast_root_inputs=mixed_precision,
             settings=_Settings(
-                bool(no_broadcast_optim_state),
-                state_dict_device is not None and torch.device(state_dict_device).type == "cpu",
-                state_dict_on_rank_0_only,
-                allow_reset_parameters,
-                verbose,
-                given,
+                **_after_wrapping(given),
+                no_broadcast_optim_state=bool(no_broadcast_optim_state),
+                arguments=given,
+                trained=tuple(flat.params[0].requires_grad for flat in unit_of(module).flats),  # type: ignore[union-attr]
             ),
         )
         set_unit_options(module, _KEY)
@@ -206,8 +209,8 @@ class FullyShardedDataParallel(WholeState):
         groups = {tuple(unit.flats[0].mesh.world.ranks) for unit in units_in(self) if unit.flats}
         if len(groups) > 1:
             raise NotImplementedError(
-                f"clip_grad_norm_ over units with different process groups ({sorted(groups)}): each rank would scale by "
-                "a norm of its own. Clip each group of parameters by itself."
+                f"clip_grad_norm_ over units with different process groups ({sorted(groups)}): each rank would scale "
+                "by a norm of its own. Clip each group of parameters by itself."
             )
         return super().clip_grad_norm_(max_norm, norm_type)
 
@@ -252,8 +255,21 @@ class FullyShardedDataParallel(WholeState):
         return f"{super().extra_repr()}, world_size={self._shardkit_unit.step.mesh.size}, {shown}".removeprefix(", ")
 
     def __reduce_ex__(self, protocol):
-        """Pickles this rank's pieces. Unpickling is collective over the default group, which must have as many ranks."""
+        """Pickles this rank's pieces. Unpickling is collective over the default group, of as many ranks."""
         return pickling.reduced(self, FullyShardedDataParallel, _KEY)
+
+
+def _after_wrapping(given: dict[str, Any]) -> dict[str, Any]:
+    device = given["state_dict_device"]
+    kept = {k: given[k] for k in ("state_dict_on_rank_0_only", "allow_reset_parameters", "verbose")}
+    return {**kept, "state_dict_to_cpu": device is not None and torch.device(device).type == "cpu"}
+
+
+def _rewrapped(module: nn.Module, given: dict[str, Any]) -> None:
+    """A wrapper around a wrapper, as `FSDP(auto_wrap(model))`: it has no parameters, but a say in state dicts."""
+    own = module.__dict__[_KEY]
+    settings = dataclasses.replace(own.settings, **_after_wrapping(given))
+    module.__dict__[_KEY] = dataclasses.replace(own, settings=settings)
 
 
 # auto_wrap_bn's process group: parameters stay whole on every rank, and gradients are averaged as everywhere.
@@ -322,7 +338,7 @@ def _explain(given: dict[str, Any]) -> None:
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
-    """Computes the activations of `module` again in backward. Returns the same object. See `shardkit.checkpoint_wrapper`."""
+    """Computes the activations of `module` again in backward. Returns it. See `shardkit.checkpoint_wrapper`."""
     return activation.checkpoint_wrapper(module, offload_to_cpu=offload_to_cpu)
 
 
@@ -356,8 +372,8 @@ def auto_wrap_bn(
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Module]:
     """The units in `mod`, itself included, in the order of the module tree; with `skip_empty` those with parameters."""
-    found: list[Callable] = [m for m in mod.modules() if isinstance(m, FullyShardedDataParallel)]
-    return [m for m in found if not skip_empty or m._shardkit_unit.entries]  # type: ignore[attr-defined]
+    found: list[Any] = [m for m in mod.modules() if isinstance(m, FullyShardedDataParallel)]
+    return [m for m in found if not skip_empty or m._shardkit_unit.entries]
 
 
 @contextlib.contextmanager

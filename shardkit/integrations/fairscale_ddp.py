@@ -117,7 +117,7 @@ class ShardedDataParallel(WholeState):
         return out
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
-        """As of any module. Names that all begin with `module.`, as fairscale wrote them, are understood. Collective."""
+        """As of any module. Names that all begin with `module.`, as fairscale wrote them, are taken. Collective."""
         own = set(dict(self.named_parameters())) | set(dict(self.named_buffers()))
         if state_dict and all(key.startswith("module.") for key in state_dict) and not own & set(state_dict):
             state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}

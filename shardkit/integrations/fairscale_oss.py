@@ -176,7 +176,9 @@ class OSS(torch.optim.Optimizer):
         if self._is_sharded:
             model = self._model()
             if model is None:
-                raise StateError("the model is not a ShardedDataParallel. Use shardkit.full_optim_state_dict(model, optim).")
+                raise StateError(
+                    "the model is no ShardedDataParallel. Use shardkit.full_optim_state_dict(model, optim.optim)."
+                )
             whole = full_optim_state_dict(model, self.optim, rank0_only=recipient_rank == 0, cpu=True)
             index = {name: number[p] for p, name in parameter_names(model).items() if p in number}
             state = {index[name]: values for name, values in whole.get("state", {}).items()} if wanted else {}
@@ -243,5 +245,4 @@ def _copy_options(source: list[dict], target: list[dict]) -> None:
 
 
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:
-    copied = {k: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-    return copied
+    return {k: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in values.items()}

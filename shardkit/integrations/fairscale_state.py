@@ -67,7 +67,7 @@ def consolidate_shard_weights(
     strict: raise CheckpointError where elements or buffers are missing; else leave such tensors out.
     """
     if not shard_weights or len(shard_weights) != len(shard_metadata):
-        raise ConfigError(f"got {len(shard_weights)} state dicts and {len(shard_metadata)} metadata; one of each a rank.")
+        raise ConfigError(f"got {len(shard_weights)} state dicts and {len(shard_metadata)} metadata, not one each.")
     out: dict[str, torch.Tensor] = {}
     filled: dict[str, set[tuple[int, int]]] = {}
     for weights, metadata in zip(reversed(shard_weights), reversed(shard_metadata), strict=True):

@@ -11,6 +11,7 @@ import torch.nn as nn
 from ..errors import StateError
 from ..runtime.flat_param import home_of
 from ..runtime.managed import _UNIT, Managed, unit_of
+from ..runtime.unit import Unit
 from ._common import units_in
 from .fairscale_state import load_local_state_dict, local_state_dict
 
@@ -32,25 +33,33 @@ def reduced(module: nn.Module, wrapper: type, key: str) -> tuple:
     for unit in units:
         if unit.flats and unit.flats[0].mesh.world.ranks != root.step.mesh.world.ranks:
             raise StateError(f"unit {names[unit.module]!r} has a process group of its own, which cannot be pickled.")
-        arguments = {k: v for k, v in unit.module.__dict__[key].settings.arguments.items() if k not in _GROUPS}
+        arguments = {k: v for k, v in _settings(unit, key).arguments.items() if k not in _GROUPS}
         wrapped.append((names[unit.module], arguments))
     wrapped.sort(key=lambda item: -len(item[0].split(".")) if item[0] else 0)  # inner ones first, the root last
-    frozen = [p.requires_grad for p in module.parameters()]
-    return _restore, (_plain(module, key), wrapped, frozen, local_state_dict(module), root.step.mesh.size, wrapper)
+    # Pieces are laid out by what was trainable then, which may have changed.
+    then = {p: t for u in units for f, t in zip(u.flats, _settings(u, key).trained, strict=True) for p in f.params}
+    trainable = [(then.get(p, p.requires_grad), p.requires_grad) for p in module.parameters()]
+    return _restore, (_plain(module, key), wrapped, trainable, local_state_dict(module), root.step.mesh.size, wrapper)
 
 
-def _restore(plain: nn.Module, wrapped: list, frozen: list[bool], pieces: dict, size: int, wrapper: Any) -> nn.Module:
+def _settings(unit: Unit, key: str) -> Any:
+    return unit.module.__dict__[key].settings
+
+
+def _restore(plain: nn.Module, wrapped: list, trainable: list, pieces: dict, size: int, wrapper: Any) -> nn.Module:
     """Collective over the default process group."""
     if torch.distributed.get_world_size() != size:
         raise StateError(
-            f"a model that was pickled on {size} ranks is unpickled on {torch.distributed.get_world_size()}. Use as many, "
-            "or consolidate_shard_weights() of all ranks' local_state_dict()."
+            f"a model that was pickled on {size} ranks is unpickled on {torch.distributed.get_world_size()}. Use as "
+            "many, or consolidate_shard_weights() of all ranks' local_state_dict()."
         )
-    for p, needs in zip(plain.parameters(), frozen, strict=True):
-        p.requires_grad_(needs)
+    for p, (then, _) in zip(plain.parameters(), trainable, strict=True):
+        p.requires_grad_(then)
     for name, arguments in wrapped:
         wrapper(plain.get_submodule(name), **arguments)
     load_local_state_dict(plain, pieces)
+    for p, (_, now) in zip(plain.parameters(), trainable, strict=True):
+        p.requires_grad_(now)
     return plain
 
 

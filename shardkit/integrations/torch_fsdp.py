@@ -21,7 +21,7 @@ from ..errors import ConfigError, StateError
 from ..runtime.flat_param import home_of
 from ..runtime.managed import unit_of
 from . import torch_optim
-from ._common import PerUnit, WholeState, say, set_unit_options, summoned, units_in
+from ._common import PerUnit, WholeState, is_wrapped, say, set_unit_options, summoned, units_in
 from .fsdp2 import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from .grad_scaler import FSDPGradScaler as ShardedGradScaler
 from .torch_config import (
@@ -131,6 +131,8 @@ class FullyShardedDataParallel(FSDPModule, WholeState):
         given.pop("__class__", None)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"expected an nn.Module to shard, got {type(module).__name__}.")
+        if is_wrapped(module, cls):
+            return module  # FSDP(FSDP(m)): the outer one would have no parameters
         modules, states = list(ignored_modules or ()), list(ignored_states or ())
         given |= {"ignored_modules": modules, "ignored_states": states}
         modules += [item for item in states if isinstance(item, nn.Module)]
@@ -209,7 +211,7 @@ class FullyShardedDataParallel(FSDPModule, WholeState):
         if rank0_only and writeback:
             raise ConfigError("rank0_only=True needs writeback=False: every rank keeps a piece of what was changed.")
         if rank0_only:
-            say("summon_full_params(rank0_only=True): the other ranks, which take part in it, see whole parameters too.")
+            say("summon_full_params(rank0_only=True): other ranks, which take part in it, see whole parameters too.")
         params = [p for unit in units_in(module) for flat in unit.flats for p in flat.params]
         grads = [(p, p.grad, p.grad.full_tensor()) for p in params if with_grads and p.grad is not None]
         with summoned(module, recurse=recurse, writeback=writeback):

@@ -67,6 +67,7 @@ class FlatParam:
             self.reduce_dtype = torch.float32 if _narrowed(master_dtype, compute_dtype) else compute_dtype
         self.persistent = persistent  # zero1, zero2: the buffer outlives the step
         self.needed_in_backward = needed_in_backward  # False: rows are only looked up
+        self._addresses_of, self._addresses_are = -1, [0]
         self._cuts = Cuts(self.layout) if mesh.shard.direct and device.type == "cpu" else None
         self.infos = [ShardInfo(name, self.layout, i, mesh.shard) for i, name in enumerate(names)]
         self.index = -1  # position among the root's flat parameters; the same on every rank
@@ -292,18 +293,46 @@ class FlatParam:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return [buffer.as_strided(*geometry[i]) for i in indices]
 
-    def write_back(self, index: int, full: torch.Tensor) -> None:
-        """Keeps this rank's part of a full parameter that the forward changed in place."""
+    def is_in_buffer(self, index: int, full: torch.Tensor) -> bool:
+        """False where a full parameter was given other memory (`w.data = ...`)."""
+        buffer = self.buffer
+        assert buffer is not None
+        return full.data_ptr() == self._addresses(buffer)[index]
+
+    def _addresses(self, buffer: torch.Tensor) -> list[int]:
+        base, size = buffer.data_ptr(), buffer.element_size()
+        if self._addresses_of != base:
+            self._addresses_of = base
+            # Empty tensors, and all of them where memory is only imagined, have address 0.
+            self._addresses_are = [
+                base + offset * size if base and self.numel_of(i) else 0 for i, offset in enumerate(self.layout.offsets)
+            ]
+        return self._addresses_are
+
+    def _own_part(self, index: int, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(this rank's part of a full parameter, its piece of the shard); None where they are the same memory."""
         lo, n, _ = self._local_views[index]
-        if n == 0 or self.is_whole:
-            return
         start, stop = self.layout.piece(index, self.mesh.shard.rank)
         new, own = full.detach().reshape(-1)[start:stop], self.shard[lo : lo + n]
+        return None if n == 0 or new.data_ptr() == own.data_ptr() != 0 else (new, own)
+
+    def differs(self, index: int, full: torch.Tensor) -> bool:
+        """Whether this rank's part of a full parameter has other values than the shard. Waits for the device."""
+        parts = self._own_part(index, full)
+        if parts is None or parts[1].data_ptr() == 0:  # no memory, no values
+            return False
+        return not torch.equal(parts[0].to(parts[1].device), parts[1].to(parts[0].dtype))
+
+    def write_back(self, index: int, full: torch.Tensor) -> None:
+        """Keeps this rank's part of a full parameter that the forward changed."""
+        parts = self._own_part(index, full)
+        if parts is None:
+            return
+        new, own = parts
         if new.dtype != own.dtype:
-            # Only what changed: the rest would lose the master's precision in the round trip.
+            # Only what changed: the rest would lose the master's digits in the round trip.
             new = torch.where(new.to(own.device) != own.to(new.dtype), new.to(own), own)
-        if new.data_ptr() != own.data_ptr():
-            own.copy_(new)
+        own.copy_(new)
 
     # ------------------------------------------------------------------------------------------------ gradients
 

@@ -78,6 +78,8 @@ class Step:
         self._sequence: list[Unit] = []  # units in the order of this forward
         self._last_sequence: list[Unit] = []
         self._depth = 0
+        self.lent: list[Unit] = []  # units that others read in this forward
+        self._leaves = [unit for unit in units[1:] if unit.is_leaf]
         self._mode: tuple[bool, bool] | None = None
         self._broken = False
 
@@ -134,6 +136,10 @@ class Step:
     # --------------------------------------------------------------------------------------------------- forward
 
     @property
+    def in_forward(self) -> bool:
+        return self._depth > 0
+
+    @property
     def computing(self) -> bool:
         """True during a forward or a backward of this root."""
         return self._depth > 0 or (self._backward_open and in_backward())
@@ -149,9 +155,13 @@ class Step:
                     flat.forget()
             self._mode = mode
             self._sequence = []
+            for unit in self._leaves:
+                unit.doze()
         self._depth += 1
 
     def end(self, failed: bool) -> None:
+        if self._depth == 1:
+            self._end_lending()
         self._depth -= 1
         if self._depth:
             return
@@ -161,6 +171,13 @@ class Step:
         self._last_sequence = self._sequence
         self._positions = {unit: i for i, unit in enumerate(self._sequence)}
         self.order.end(self, FORWARD if torch.is_grad_enabled() else EVALUATION)
+
+    def _end_lending(self) -> None:
+        for unit in reversed(self.lent):
+            unit.take_back()
+        self.lent.clear()
+        for unit in self._leaves:
+            unit.wake()
 
     def gather(self, unit: Unit) -> None:
         """Makes a unit's full parameters complete, and starts the gather of the one that came next last time."""
@@ -331,6 +348,7 @@ class Step:
             reduction.finish()
         self._pending.clear()
         self._opened.clear()
+        self.lent.clear()
         for unit in self.units:
             unit.reset()
         for flat in self.flats:

@@ -15,9 +15,12 @@ import torch.nn as nn
 from . import precision
 from .flat_param import FlatParam, home_of
 from .recipes import Record, Reduce, Use, pop_saved_weights, push_saved_weights
+from .untraced import untraced, untraced_here
 
 if TYPE_CHECKING:
     from .step import Step
+
+_FORWARDS_LOOKED_AT = 2  # in which values are compared to find silent writes
 
 _in_graph_task = torch._C._current_graph_task_id
 _peek_transforms = torch._C._functorch.peek_interpreter_stack
@@ -65,6 +68,8 @@ class Unit:
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # of buffers that were cast, before the cast
         self._fulls: dict[int, torch.Tensor] | None = None
         self._pushed = False
+        self._forwards = 0
+        self._changes_silently = False  # some module of the unit writes to weights through `.data`
         self._installed = False  # full parameters for backward are in place (else they come when somebody looks)
         self.sources = list(dict.fromkeys(e.flat for e in self.entries))
         self._params = [e.param for e in self.entries]
@@ -84,6 +89,8 @@ class Unit:
         modules = dict.fromkeys(m for m, _, _ in places)
         at_rest = all(attribute == "_parameters" for _, attribute, _ in places)
         self._sleepers = [Sleeper(m, self) for m in modules] if at_rest else None
+        self._asleep = False
+        self.is_leaf = at_rest and list(modules) == [self.module]  # an embedding or a head, which models like to read
         self.on_output_grad = self._on_output_grad  # one object, registered as a hook on every output
 
     def __repr__(self) -> str:
@@ -96,6 +103,7 @@ class Unit:
 
     # --------------------------------------------------------------------------------------------------- forward
 
+    @untraced_here
     def call(self, module: nn.Module, fn, args: tuple, kwargs: dict, entry: str):
         """Runs `fn(*args, **kwargs)`, the call or forward of `module` (of this unit), with full parameters in place."""
         step, way_in = self.step, (module, entry)
@@ -125,6 +133,7 @@ class Unit:
         if t.requires_grad:
             t.register_hook(self.on_output_grad)
 
+    @untraced_here
     def _recompute(self, fn, args, kwargs, way_in):
         """A forward inside backward: activation checkpointing. The unit stays open afterwards, since its backward
         follows.
@@ -161,6 +170,7 @@ class Unit:
         try:
             for flat in self.sources:
                 flat.holders += 1
+            self._wake()
             if self.opened and not self._installed:
                 self._install(everything=False)
             self.step.gather(self)
@@ -205,6 +215,8 @@ class Unit:
             self._restore()
         self._fulls = None
         self._let_go()
+        if self.is_leaf and self.step.in_forward and not self.opened:
+            self.doze()
 
     def _let_go(self) -> None:
         self.active -= 1
@@ -215,14 +227,23 @@ class Unit:
                 flat.release(backward_follows=torch.is_grad_enabled())
 
     def _keep_changes(self) -> None:
-        """Writes back what the forward changed in place: `max_norm` embeddings, spectral norm, pruning."""
+        """Writes back what the forward changed in place: `max_norm` embeddings, spectral norm, clamped weights.
+
+        A version counter tells, or memory that is no longer the buffer's (`w.data = ...`). A write through `w.data` leaves
+        no trace but the values: they are compared in a unit's first forwards, and always where they differed once.
+        """
         fulls = self._fulls
         if fulls is None or torch.is_inference_mode_enabled():
             return
+        look = self._changes_silently or self._forwards < _FORWARDS_LOOKED_AT
+        self._forwards += 1
         for position, full in fulls.items():
-            if full._version:
-                entry = self.entries[position]
-                entry.flat.write_back(entry.index, full)
+            flat, index = self.entries[position].flat, self.entries[position].index
+            if full._version or not flat.is_in_buffer(index, full):
+                flat.write_back(index, full)
+            elif look and flat.differs(index, full):
+                self._changes_silently = True
+                flat.write_back(index, full)
 
     def _restore(self) -> None:
         for container, key, param in self._slots:
@@ -243,8 +264,7 @@ class Unit:
         if self._sleepers is None:
             self._install(everything=False)
         else:
-            for sleeper in self._sleepers:
-                sleeper.module.__dict__["_parameters"] = sleeper
+            self.doze()
 
     def install_for(self, module: nn.Module) -> None:
         """Puts full parameters in place during backward: at least those of `module`."""
@@ -264,9 +284,31 @@ class Unit:
             for container, key, _ in self._slots_of[position]:
                 container[key] = full
 
-    def _wake(self) -> None:
+    def doze(self) -> None:
+        """Lets the next look at a parameter come here: see `Sleeper`."""
         for sleeper in self._sleepers or ():
-            sleeper.module.__dict__["_parameters"] = sleeper.real
+            sleeper.module.__dict__["_parameters"] = sleeper
+        self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            for sleeper in self._sleepers or ():
+                sleeper.module.__dict__["_parameters"] = sleeper.real
+            self._asleep = False
+
+    def wake(self) -> None:
+        """The forward in which somebody might have looked is over."""
+        if not self.opened:
+            self._wake()
+
+    def lend(self) -> None:
+        """A module outside reads a parameter of this unit without calling it, such as a model that computes its logits
+        with `self.emb.weight`: the unit's parameters are full until the end of the root's forward."""
+        self._enter()
+        self.step.lent.append(self)
+
+    def take_back(self) -> None:
+        self._exit()
 
     def close_after_backward(self) -> None:
         """Undoes `open_for_backward`, and drops the full parameters if the strategy says so."""
@@ -330,8 +372,9 @@ class Unit:
 
 
 class Sleeper(dict):
-    """Stands in for a module's `_parameters` while its unit is open for backward. It holds the local parameters, for
-    whoever lists them; whoever reads one as an attribute gets the full one, put into place at that moment."""
+    """Stands in for a module's `_parameters` while its unit is open for backward, or while the root computes and may read
+    them. It holds the local parameters, for whoever lists them; whoever reads one as an attribute gets the full one, put
+    into place at that moment."""
 
     __slots__ = ("module", "unit", "real")
 
@@ -341,7 +384,10 @@ class Sleeper(dict):
         super().__init__(self.real)
 
     def __getitem__(self, name):
-        self.unit.install_for(self.module)
+        if self.unit.opened:
+            self.unit.install_for(self.module)
+        elif name in self.real:
+            self.unit.lend()
         return self.real[name]
 
 
@@ -351,6 +397,7 @@ def _edge(param: nn.Parameter) -> nn.Parameter | None:
     return None if param._backward_hooks or param._post_accumulate_grad_hooks else param
 
 
+@untraced
 def _bare(function, *args):
     """Runs a step of the engine outside of torch.func transforms: its tensors belong to none of them."""
     if _peek_transforms() is None:

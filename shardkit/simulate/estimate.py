@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from ..config import MixedPrecision
 from ..errors import ConfigError
+from . import padding
 from .allocator import reserved_bytes
 from .ledger import BUFFERS, GRADIENTS, PARAMETERS, Ledger
 from .models import Source, default_batch, source
@@ -26,6 +27,7 @@ from .report import Report, make
 from .training import Optimizer, Trainer, make_optimizer
 from .world import groups, no_memory, world
 
+_VALUE = torch.ops.aten._local_scalar_dense.default  # what `.item()` and `bool()` come down to
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None, "no": None}
 
 
@@ -86,7 +88,7 @@ def estimate(
     origin, began = source(model, overrides), time.perf_counter()
     mesh = options.pop("device_mesh", None)
     ledger = Ledger()
-    watch = Watch(ledger, {torch.ops.aten._local_scalar_dense.default: _zero})
+    watch = Watch(ledger, {_VALUE: _zero})
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(world_size, rank, "fake_nccl" if gpu else "fake_gloo"))
         if mesh is not None:
@@ -95,7 +97,8 @@ def estimate(
         stack.enter_context(no_memory())
         stack.enter_context(watch)
         wrapped = _build(ledger, origin, _checked(options), deferred_init, dtype, wrap)
-        watch.answers.clear()
+        watch.answers[_VALUE] = padding.answer
+        stack.enter_context(padding.nothing_masked())
         if gpu:
             _offload(ledger, watch, wrapped)
         trainer = Trainer(ledger, wrapped, make_optimizer(optimizer, wrapped, gpu), loss_fn, accumulate)

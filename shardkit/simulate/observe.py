@@ -29,20 +29,26 @@ class Watch(TorchDispatchMode):
     """Enters into the ledger the memory of everything that operators return inside this context.
 
     What an operator allocates and frees within itself is not seen. `answers`: what the values of tensors are said to
-    be, by operator, where there are none (a model under construction in a simulation). `host_copies`: what the engine
-    makes for copies of activations on the host is there, and does not count.
+    be, by operator, where there are none; NotImplemented for no answer. `in_backward`: is called before
+    every operator of a backward. `host_copies`: what the engine makes for copies of activations on the host is there, and
+    does not count.
     """
 
-    def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None, host_copies: bool = False):
+    def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None, in_backward: Callable | None = None):
         super().__init__()
-        self.ledger, self.answers, self.host_copies = ledger, answers or {}, host_copies
+        self.ledger, self.answers, self.in_backward = ledger, answers or {}, in_backward
+        self.host_copies = False
         self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators += 1
+        if self.in_backward is not None and in_backward():
+            self.in_backward()
         kwargs = kwargs or {}
         answer = self.answers.get(func)
-        out = func(*args, **kwargs) if answer is None else answer(args[0])
+        out = NotImplemented if answer is None else answer(args[0])
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
         if self.host_copies and func is torch.ops.aten.empty_like.default and _asked_by(_Kept.__init__):
             self.ledger.see_on_host(out)
             return out
@@ -107,6 +113,16 @@ class Observer:
         for owner, name in reversed(self._attached):
             owner.__dict__.pop(name, None)  # the method of the class is there again
         self._attached.clear()
+
+    def before_forward(self, function: Callable) -> None:
+        """Calls `function()` before every unit's forward, gathers included."""
+        for step in self.steps:
+
+            def begin(method=step.begin):
+                function()
+                return method()
+
+            self._replace(step, "begin", begin)
 
     def label_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         for optimizer in optimizers:

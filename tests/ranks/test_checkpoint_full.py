@@ -1,5 +1,6 @@
 """Whole states are put together one flat parameter at a time, and are copies."""
 
+import time
 import weakref
 
 import torch
@@ -17,6 +18,9 @@ class Watch:
         self.alive, self.most, self.largest, self.gather = [], 0, 0, FlatParam.gather_like_shard
 
         def gather(flat, shard):
+            deadline = time.monotonic() + 2
+            while any(ref() is not None for ref in self.alive) and time.monotonic() < deadline:
+                time.sleep(0.001)  # a thread of gloo may hold what it has sent for a moment longer
             out = self.gather(flat, shard)
             self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(out)]
             self.most = max(self.most, len(self.alive))

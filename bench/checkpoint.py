@@ -3,8 +3,9 @@
     python bench/checkpoint.py                            # 2 and 4 CPU ranks, or all GPUs
     python bench/checkpoint.py --dim 1024 --nproc 2       # 1.1 GB with Adam's state
 
-Model and AdamW state, written through to the disk by both. They take turns, round after round. `peak` is what a rank's
-memory grows by while it saves or loads; `read` is what it asks of the file system (/proc/self/io, where there is one).
+Model and AdamW state, written through to the disk by both. They take turns, round after round; each save gets a new
+folder, as in a job that must not lose its last checkpoint, and the one before is removed outside the clock. `peak` is
+what a rank's memory grows by while it saves or loads; `read` is what it asks of the file system (/proc/self/io).
 """
 
 from __future__ import annotations
@@ -146,13 +147,20 @@ def worker(args, device) -> dict:
     holder = [tempfile.mkdtemp(prefix="bench-checkpoint-", dir=args.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(holder)
     folder = Path(holder[0])
-    for _ in range(args.rounds):
+    sizes = {}
+    for n in range(args.rounds):
         for impl, (model, optim, measured) in field.items():
+            path = folder / f"{impl}-{n}"
             for name, action in ACTIONS[impl].items():
-                measured[name].run(device, action, folder / impl, model, optim)
+                where = path.with_name(f"{path.name}-async") if name == "async_save" else path
+                measured[name].run(device, action, where, model, optim)
                 if name == "async_save":
                     _shardkit_async.handle.wait()
-    sizes = {impl: sum(p.stat().st_size for p in (folder / impl).rglob("*")) for impl in field}
+            sizes[impl] = sum(p.stat().st_size for p in path.rglob("*"))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                for old in folder.glob(f"{impl}-*"):
+                    shutil.rmtree(old)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

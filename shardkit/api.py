@@ -144,6 +144,9 @@ def _wrap(
 ) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected an nn.Module to shard, got {type(module).__name__}.")
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"{name} is not initialised yet (a lazy module). Run one forward before wrapping.")
     mesh_arg = options.pop("device_mesh", None)
     ignored = options.pop("ignored_modules", None), options.pop("ignored_states", None)
     ignored_modules, ignored_params = _ignored(*ignored)

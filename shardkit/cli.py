@@ -1,4 +1,5 @@
-"""The command line: `shardkit inspect PATH`, `shardkit convert SOURCE TARGET`; also as `python -m shardkit ...`."""
+"""The command line: `shardkit inspect PATH`, `shardkit convert SOURCE TARGET`, `shardkit estimate MODEL`,
+`shardkit plan MODEL`; also as `python -m shardkit ...`."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import sys
 import torch
 
 from .errors import ShardkitError
+from .simulate.command import add_estimate, add_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 where shardkit refused or a file was damaged, 2 for bad usage."""
-    parser = argparse.ArgumentParser(prog="shardkit", description="Sharded checkpoints: look into them, convert them.")
+    parser = argparse.ArgumentParser(prog="shardkit", description="Sharded training: will it fit, and what is in a checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_inspect, _add_convert):
+    for add in (add_estimate, add_plan, _add_inspect, _add_convert):
         add(commands)
     args = parser.parse_args(arguments)
     try:

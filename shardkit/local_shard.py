@@ -97,8 +97,8 @@ class LocalShard(torch.Tensor):
     """This rank's piece of a tensor that is split over a group. See the module docstring.
 
     `shard_info` says which piece; `to_local()` unwraps; `full_tensor()` gathers (collective over the shard group).
-    In-place operations keep the type; results of other operations are plain tensors, because only the caller can know
-    whether a function of a piece is a piece of the function.
+    In-place and elementwise operations keep the type; results of others are plain tensors, because a function of a piece
+    is, in general, no piece of the function.
     """
 
     shard_info: ShardInfo
@@ -211,7 +211,12 @@ class LocalShard(torch.Tensor):
             if result is not NotImplemented:
                 return result
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _POINTWISE and type(out) is torch.Tensor:
+            source = next((a for a in args if isinstance(a, LocalShard)), None)
+            if source is not None and out.shape == source.shape:
+                return LocalShard.of(out, source.shard_info)
+        return out
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -235,12 +240,9 @@ def _powers(t: torch.Tensor, p: float) -> torch.Tensor:
     if t.numel() == 0:
         neutral = float("-inf") if p == float("inf") else float("inf") if p == -float("inf") else 0.0
         return torch.full((), neutral, dtype=torch.float32, device=t.device)
-    norm = torch.linalg.vector_norm(t, p, dtype=None if t.is_complex() else _accumulate_dtype(t.dtype))
+    low = t.dtype in (torch.float16, torch.bfloat16)
+    norm = torch.linalg.vector_norm(t, p, dtype=torch.float32 if low else None)
     return norm if p in (0.0, float("inf"), -float("inf")) else norm**p
-
-
-def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _whole_norms(tensors: list[torch.Tensor], p: float) -> list[torch.Tensor]:
@@ -253,7 +255,9 @@ def _whole_norms(tensors: list[torch.Tensor], p: float) -> list[torch.Tensor]:
         else:
             out[i] = torch.linalg.vector_norm(t, p)
     for group, where in by_group.items():
-        parts = torch.stack([_powers(tensors[i].to_local(), p).float() for i in where])  # type: ignore[attr-defined]
+        powers = [_powers(tensors[i].to_local(), p) for i in where]  # type: ignore[attr-defined]
+        wide = torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else torch.float32
+        parts = torch.stack([t.to(wide) for t in powers])
         op = {float("inf"): dist.ReduceOp.MAX, -float("inf"): dist.ReduceOp.MIN}.get(p, dist.ReduceOp.SUM)
         group.all_reduce(parts, op).wait()
         if p == float("inf"):
@@ -310,21 +314,34 @@ def _complete(value: Any) -> Any:
 
 
 def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, out=None):
-    if dim is not None or keepdim or out is not None or dtype is not None or not isinstance(x, LocalShard):
+    if dim is not None or keepdim or out is not None or not isinstance(x, LocalShard):
         return NotImplemented  # a norm along a dimension, say, is a question about the local piece
+    if dtype is not None:
+        x = LocalShard.wrap(x.to_local().to(dtype), x.shard_info)
     return _PendingNorm.of(x, float(ord))
+
+
+def _linalg_norm(A, ord=None, dim=None, keepdim=False, *, out=None, dtype=None):
+    if dim is not None or keepdim or out is not None or not isinstance(A, LocalShard):
+        return NotImplemented
+    if ord is not None and A.dim() != 1:
+        raise StateError(
+            f"torch.linalg.norm(ord={ord!r}) of {A.shard_info.name} is a norm of a whole matrix, of which this rank has a "
+            "piece. Call it on .full_tensor()."
+        )
+    return _complete(_vector_norm(A, 2 if ord is None else ord, dtype=dtype))
 
 
 def _norm(input, p="fro", dim=None, keepdim=False, out=None, dtype=None):
     if dim is not None or keepdim or out is not None or not isinstance(input, LocalShard) or p == "nuc":
         return NotImplemented
-    norm = _whole_norms([input], 2.0 if p in ("fro", None) else float(p))[0]
-    return norm if dtype is None else norm.to(dtype)
+    return _complete(_vector_norm(input, 2.0 if p in ("fro", None) else float(p), dtype=dtype))
 
 
 def _foreach_norm(tensors, ord=2, dtype=None):
-    norms = _whole_norms(list(tensors), float(ord))
-    return norms if dtype is None else [n.to(dtype) for n in norms]
+    if dtype is not None:
+        return [_complete(_vector_norm(t, ord, dtype=dtype)) for t in tensors]
+    return _whole_norms(list(tensors), float(ord))
 
 
 def _unscale(grads, found_inf, inv_scale):
@@ -357,8 +374,15 @@ def _moved(func):
     return run
 
 
+# Functions whose result for a piece is that piece of the result.
+_POINTWISE = frozenset(
+    "mul add sub div true_divide neg abs clamp clip nan_to_num float double half bfloat16 lerp addcmul addcdiv pow sqrt "
+    "square sign rsub __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__ __pow__".split()
+)
+
 _SPECIAL = {
     torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _linalg_norm,
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
     torch._foreach_norm: _foreach_norm,

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 # was: from fairscale.nn import FullyShardedDataParallel as FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap
-from shardkit.integrations.fairscale import FullyShardedDataParallel as FSDP, auto_wrap, default_auto_wrap_policy, enable_wrap  # noqa: I001, E501
+from shardkit.integrations.fairscale import FullyShardedDataParallel as FSDP
+from shardkit.integrations.fairscale import auto_wrap, default_auto_wrap_policy, enable_wrap
 
 WIDTH, RANK = 32, 4
 

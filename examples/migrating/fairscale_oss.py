@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 # was: from fairscale.nn.data_parallel import ShardedDataParallel as ShardedDDP
-from shardkit.integrations.fairscale import ShardedDataParallel as ShardedDDP
 # was: from fairscale.optim.oss import OSS
 from shardkit.integrations.fairscale import OSS
+from shardkit.integrations.fairscale import ShardedDataParallel as ShardedDDP
 
 WIDTH = 24
 

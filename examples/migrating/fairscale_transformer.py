@@ -8,9 +8,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # was: from fairscale.nn import FullyShardedDataParallel as FSDP, checkpoint_wrapper, enable_wrap, wrap
-from shardkit.integrations.fairscale import FullyShardedDataParallel as FSDP, checkpoint_wrapper, enable_wrap, wrap  # noqa: I001, E501
 # was: from fairscale.optim.grad_scaler import ShardedGradScaler
-from shardkit.integrations.fairscale import ShardedGradScaler
+from shardkit.integrations.fairscale import FullyShardedDataParallel as FSDP
+from shardkit.integrations.fairscale import ShardedGradScaler, checkpoint_wrapper, enable_wrap, wrap
 
 VOCABULARY, WIDTH, LENGTH = 64, 32, 16
 

@@ -7,12 +7,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-# was: from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel as FSDP
-from shardkit.integrations.torch_fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel as FSDP  # noqa: I001, E501
-# was: from torch.distributed.fsdp import StateDictType
-from shardkit.integrations.torch_fsdp import StateDictType
+# was: from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+# was: from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 # was: from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from shardkit.integrations.torch_fsdp import ModuleWrapPolicy
+from shardkit.integrations.torch_fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ModuleWrapPolicy,
+    StateDictType,
+)
+from shardkit.integrations.torch_fsdp import FullyShardedDataParallel as FSDP
 
 WIDTH = 24
 
@@ -53,9 +57,10 @@ def steps(model, optimizer, schedule, rank, numbers, device):
     return losses
 
 
-def save(model, optimizer, schedule, rank, path):
-    whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+def save(model, optimizer, schedule, rank, device, path):
+    config = FullStateDictConfig(offload_to_cpu=device.type != "cpu", rank0_only=True)  # on a CPU, FSDP1 crashes
+    optimizer_config = FullOptimStateDictConfig(offload_to_cpu=device.type != "cpu", rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, optimizer_config):
         weights, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     if rank == 0:
         torch.save({"model": weights, "optimizer": state, "schedule": schedule.state_dict()}, path)
@@ -73,7 +78,7 @@ def resume(model, optimizer, schedule, path):
 def train(rank, world, folder, device):
     first = start(0, device)
     losses = steps(*first, rank, range(4), device)
-    save(*first, rank, f"{folder}/checkpoint.pt")
+    save(*first, rank, device, f"{folder}/checkpoint.pt")
     second = start(1, device)  # other weights, until the saved ones are loaded
     resume(*second, f"{folder}/checkpoint.pt")
     return losses + steps(*second, rank, range(4, 8), device)

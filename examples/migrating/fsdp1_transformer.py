@@ -9,12 +9,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-# was: from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP, MixedPrecision
-from shardkit.integrations.torch_fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP, MixedPrecision  # noqa: I001, E501
-# was: from torch.distributed.fsdp import ShardingStrategy
-from shardkit.integrations.torch_fsdp import ShardingStrategy
+# was: from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP
+# was: from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 # was: from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from shardkit.integrations.torch_fsdp import transformer_auto_wrap_policy
+from shardkit.integrations.torch_fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    transformer_auto_wrap_policy,
+)
+from shardkit.integrations.torch_fsdp import FullyShardedDataParallel as FSDP
 
 VOCABULARY, WIDTH, LENGTH = 64, 32, 16
 

@@ -40,9 +40,6 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike, *, strict: boo
     group, path = world_of(steps), Path(folder).absolute()
     with together(group, f"reading {path}", lambda: SafetensorsFolder(path)) as opened:
         together(group, f"loading the model from {path}", lambda: load_model(opened, model, strict))
-    for step in steps:
-        for flat in step.flats:
-            flat.forget()
 
 
 def save_safetensors(

@@ -63,9 +63,6 @@ def load_checkpoint(
     folder = find(Path(path).absolute(), group)
     with together(group, f"reading {folder}", lambda: _open(folder)) as checkpoint:
         together(group, f"loading the model from {folder}", lambda: load_model(checkpoint, model, strict))
-        for step in steps:
-            for flat in step.flats:
-                flat.forget()  # gathered weights, if any were kept, are those from before
         if optim is not None:
             doing = f"loading the optimizer from {folder}"
             together(group, doing, lambda: load_optimizer(checkpoint, model, optim, group))
@@ -88,7 +85,17 @@ def _open(folder: Path) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> None:
     """Reads this rank's part of the model. No communication."""
+    try:
+        _read_model(checkpoint, model, strict)
+    finally:
+        for step in steps_of(model):
+            for flat in step.flats:
+                flat.forget()  # gathered weights, if any were kept, are those from before
+
+
+def _read_model(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> None:
     state = model.state_dict()
+    in_place = {param.data_ptr() for param in model.parameters()}
     prefix = _prefix(checkpoint, {clean(key) for key in state})
     wanted = {key: _saved_name(checkpoint, prefix, key, state) for key in state}
     missing = sorted(key for key, name in wanted.items() if name is None)
@@ -106,11 +113,12 @@ def load_model(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> None:
             if value.shard_info not in seen:
                 read_piece(checkpoint, name, value)
             seen.add(value.shard_info)
-            loaded[key] = value
+            if value.numel() and value.data_ptr() not in in_place:
+                loaded[key] = value  # a hook of the model's state_dict() has made a copy
         else:
             saved = checkpoint.tensor(name)
             loaded[key] = saved.read(checkpoint.reader)
-    # Pieces are in place already. This runs the hooks, fills buffers, and hands extra state to its modules.
+    # Pieces are in place already. This fills buffers, hands extra state to its modules, and runs the hooks.
     model.load_state_dict(loaded, strict=False)
 
 

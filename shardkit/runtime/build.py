@@ -73,7 +73,9 @@ def build(
             flat.unit = unit
         for module in draft.modules:
             _take_over(module, unit, root, device, options, mixin)
-    return Step(units + existing, mesh, options)
+    step = Step(units + existing, mesh, options)
+    step.order.forget()  # sequences of models that came before, which may be gone
+    return step
 
 
 def _in_tree_order(root: nn.Module, drafts: list[_Draft]):
@@ -176,8 +178,6 @@ def _cached_params(module: nn.Module):
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ConfigError(f"{name} is not initialised yet (a lazy module). Run one forward on a batch before wrapping.")
     if is_traceable_wrapper_subclass(param):  # DTensor, quantised weights: their memory is elsewhere
         raise ConfigError(
             f"{name} is a {type(param).__name__}. Only plain parameters can be sharded; pass it in ignored_states."
@@ -261,8 +261,10 @@ def _checksum(param: nn.Parameter) -> int:
     if data.is_complex():
         data = torch.view_as_real(data).view(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    # In pieces, because an integer sum first converts its whole input to int64.
-    return sum(int(piece.sum()) for piece in data.view(integers).split(1 << 20))
+    # Weighted by position, so that permuted rows differ; in pieces, because each becomes int64 first.
+    weights = torch.arange(1, (1 << 18) + 1, device=data.device)
+    pieces = data.view(integers).split(1 << 18)
+    return sum((i + 1) * int((piece.long() * weights[: len(piece)]).sum()) for i, piece in enumerate(pieces))
 
 
 # ------------------------------------------------------------------------------------------------------- dtypes

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 _LOW = (torch.float16, torch.bfloat16)
 
-# Which flat parameter a local parameter belongs to, and where in it. Weak, so that it never keeps a model alive.
+# Which flat parameter a local parameter belongs to, and where in it. Weak on both sides: a flat parameter holds its
+# parameters, so that a strong value would keep every model alive for ever.
 _homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def home_of(param: torch.Tensor) -> tuple[FlatParam, int] | None:
     """(flat parameter, index in it) of a local parameter; None for a parameter that is not sharded."""
-    return _homes.get(param)
+    home = _homes.get(param)
+    flat = home[0]() if home is not None else None
+    return None if flat is None or home is None else (flat, home[1])
 
 
 class FlatParam:
@@ -67,7 +71,8 @@ class FlatParam:
             self.reduce_dtype = torch.float32 if _narrowed(master_dtype, compute_dtype) else compute_dtype
         self.persistent = persistent  # zero1, zero2: the buffer outlives the step
         self.needed_in_backward = needed_in_backward  # False: rows are only looked up
-        self._addresses_of, self._addresses_are = -1, [0]
+        # Where full parameters lie in a buffer, in bytes: how to notice one that was given other memory.
+        self.byte_offsets = [offset * compute_dtype.itemsize for offset in self.layout.offsets]
         self._cuts = Cuts(self.layout) if mesh.shard.direct and device.type == "cpu" else None
         self.infos = [ShardInfo(name, self.layout, i, mesh.shard) for i, name in enumerate(names)]
         self.index = -1  # position among the root's flat parameters; the same on every rank
@@ -154,7 +159,7 @@ class FlatParam:
         for i, (p, (lo, n, shape)) in enumerate(zip(self.params, self._local_views, strict=True)):
             p.data = shard[lo : lo + n].view(shape)
             self._pointers.append(p.data_ptr())
-            _homes[p] = (self, i)
+            _homes[p] = (weakref.ref(self), i)
 
     def absorb(self) -> None:
         """Takes over what the user put in place of a local parameter's memory: `p.data = x`, or `module.to(dtype)`."""
@@ -166,7 +171,8 @@ class FlatParam:
         moved = first.dtype != self.shard.dtype or first.device.type != self.shard.device.type
         if moved and self.compute_dtype == self.shard.dtype:
             self.compute_dtype = self.reduce_dtype = first.dtype
-        shard = self.new_shard(first.dtype, first.device) if moved else self.shard
+        # New memory, because the user may have kept what the parameters had before: `kept = p.data; p.data = other`.
+        shard = self.new_shard(first.dtype, first.device, self.shard.is_pinned())
         for i, (p, (lo, n, shape)) in enumerate(zip(self.params, self._local_views, strict=True)):
             if p.dtype != first.dtype:
                 raise StateError(
@@ -292,22 +298,6 @@ class FlatParam:
         assert buffer is not None
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return [buffer.as_strided(*geometry[i]) for i in indices]
-
-    def is_in_buffer(self, index: int, full: torch.Tensor) -> bool:
-        """False where a full parameter was given other memory (`w.data = ...`)."""
-        buffer = self.buffer
-        assert buffer is not None
-        return full.data_ptr() == self._addresses(buffer)[index]
-
-    def _addresses(self, buffer: torch.Tensor) -> list[int]:
-        base, size = buffer.data_ptr(), buffer.element_size()
-        if self._addresses_of != base:
-            self._addresses_of = base
-            # Empty tensors, and all of them where memory is only imagined, have address 0.
-            self._addresses_are = [
-                base + offset * size if base and self.numel_of(i) else 0 for i, offset in enumerate(self.layout.offsets)
-            ]
-        return self._addresses_are
 
     def _own_part(self, index: int, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(this rank's part of a full parameter, its piece of the shard); None where they are the same memory."""
@@ -455,7 +445,7 @@ class FlatParam:
             if p._backward_hooks:
                 for hook in p._backward_hooks.values():
                     changed = hook(grad)
-                    grad = grad if changed is None else changed
+                    grad = grad if changed is None else LocalShard.wrap(changed, self.infos[i])
             if p.grad is None:
                 p.grad = grad
             else:

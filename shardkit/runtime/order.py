@@ -52,6 +52,9 @@ class Unchecked:
     def broke_off(self, step: Step) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
 
 class Order:
     """One per channel, shared by all roots on it; see the module docstring."""
@@ -65,6 +68,7 @@ class Order:
         self._known: dict[tuple[int, int], list[Wish]] = {}
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # (fingerprint of the last sequence, times in a row)
         self._patience = _PATIENCE
+        self._torn: set[tuple[int, int]] = set()  # (index, root) captured in this stretch by some ranks only
         self.in_step_only = 0  # inside join(): a rank that is done cannot follow a script
 
     @staticmethod
@@ -89,7 +93,8 @@ class Order:
                 step.perform(what, index)
                 return
             self._leave(at)
-        self._carry_out(self.channel.exchange(wish), own=wish)
+        while wish not in self._carry_out(self.channel.exchange(wish), own=wish):
+            pass  # a capture waits for the ranks that have other wishes
 
     def _begin(self) -> None:
         if not self._begun:
@@ -100,13 +105,15 @@ class Order:
         """This rank departs from the script: help the others through the rest of it, then say so where they meet."""
         assert self._script is not None
         for what, index, root in self._script[at:]:
-            self.channel.roots[root].serve(what, index)
+            if root in self.channel.roots:  # else its model was deleted, on every rank
+                self.channel.roots[root].serve(what, index)
         self._script = None
         self._meet((END, *self._last_end, 1, 0), expect=None)
 
-    def _carry_out(self, messages, own: Wish | None = None) -> bool:
-        """Performs or serves the wishes among `messages`. True if there were none: every rank is at an end."""
+    def _carry_out(self, messages, own: Wish | None = None) -> list[Wish]:
+        """Performs or serves the wishes among `messages`, and returns those it did. None: every rank is at an end."""
         wishes = sorted({m[:3] for m in messages if m[0] != END}, key=lambda w: (w[2], w[0], w[1]))
+        wishes = self._that_can_be(wishes, messages)
         if len({m[:3] for m in messages}) > 1 and any(w[0] == GATHER_NEAR for w in wishes):
             raise OrderError(
                 "ranks run different units, and reshard_after_forward=n keeps parameters only on ranks that ran them: "
@@ -120,14 +127,31 @@ class Order:
                 step.perform(what, index)
             else:
                 step.serve(what, index)
-        return not wishes
+        return wishes
+
+    def _that_can_be(self, wishes: list[Wish], messages) -> list[Wish]:
+        """`wishes` without captures that must wait. A captured gradient is used at once, so all ranks must add to it in
+        the same round: those that want something else first may still come to it."""
+        captures = [w for w in wishes if w[0] == CAPTURE]
+        if not captures or len({m[:3] for m in messages}) == 1:
+            return wishes
+        if len(captures) < len(wishes):
+            return [w for w in wishes if w[0] != CAPTURE]
+        again = [w for w in captures if w[1:] in self._torn]
+        if again:
+            raise OrderError(
+                f"torch.autograd.grad asked for gradients of flat parameter {again[0][1]} at different times on different "
+                "ranks, which use their units in different orders; a part of it was handed out already. Use backward()."
+            )
+        self._torn.update(w[1:] for w in captures)
+        return captures
 
     def _meet(self, message, expect: tuple[int, int] | None):
         """Serves others until every rank is at an end; returns their messages. `expect`: the end that this rank has
         reached and that the others must have reached, too; None where this rank only passes by."""
         while True:
             messages = self.channel.exchange(message)
-            if not self._carry_out(messages):
+            if self._carry_out(messages):
                 continue
             if any(m[3] for m in messages) and expect is not None:
                 self._script = None  # somebody left the script: it goes on in step, and comes here again
@@ -153,6 +177,7 @@ class Order:
         messages = self._meet((END, *end, 0, fingerprint << 1 | int(all_used)), expect=end)
         self._learn(messages)
         self._asked, self._script, self._begun, self._last_end = [], None, False, end
+        self._torn.clear()
         return all(m[4] & 1 for m in messages if m[1] != JOINED)
 
     def _learn(self, messages) -> None:
@@ -168,7 +193,7 @@ class Order:
             self._patience = min(2 * self._patience, _MAX_PATIENCE)  # be slower to trust the next sequence
         times = times + 1 if fingerprint == last else 1
         self._seen[key] = (fingerprint, times)
-        if any(what == GATHER_NEAR for what, _, _ in self._asked):
+        if any(what in (GATHER_NEAR, CAPTURE) for what, _, _ in self._asked):
             return  # a rank that left such a sequence could not help the others through it
         if times >= self._patience and key not in self._known:
             self._known[key] = list(self._asked)
@@ -190,6 +215,7 @@ class Order:
     def forget(self) -> None:
         """Starts over: nothing is known by heart."""
         self._asked, self._script, self._begun, self._last_end = [], None, False, (END, END)
+        self._torn.clear()
         self._known.clear()
         self._seen.clear()
 
@@ -198,7 +224,7 @@ class Order:
         every pass that the others end meanwhile."""
         while True:
             messages = self.channel.exchange((END, JOINED, step.root_id, 0, 0))
-            if not self._carry_out(messages):
+            if self._carry_out(messages):
                 continue
             ends = [m for m in messages if m[1] != JOINED]
             if not ends:

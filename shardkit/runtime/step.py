@@ -344,6 +344,15 @@ class Step:
         """Clears up after a forward or backward that an exception broke off, on every rank. Else does nothing."""
         if in_backward() or self._depth or not (self._broken or self._backward_open):
             return
+        in_the_middle_of_backward = self._backward_open
+        self._broken = self._backward_open = False
+        try:
+            # First of all: ranks that broke off elsewhere may need this one's help to end what they had begun.
+            self.order.broke_off(self)
+        finally:
+            self._clear(in_the_middle_of_backward)
+
+    def _clear(self, gradients_are_partial: bool) -> None:
         for reduction in self._pending:
             reduction.finish()
         self._pending.clear()
@@ -354,9 +363,9 @@ class Step:
         for flat in self.flats:
             flat.holders = 0
             flat.forget()
-            flat.drop_grad()
-        self._broken = self._backward_open = False
-        self.order.broke_off(self)
+            flat.reduced = None
+            if gradients_are_partial:
+                flat.drop_grad()
 
     @contextlib.contextmanager
     def no_sync(self):

@@ -237,13 +237,16 @@ class Unit:
             return
         look = self._changes_silently or self._forwards < _FORWARDS_LOOKED_AT
         self._forwards += 1
-        for position, full in fulls.items():
-            flat, index = self.entries[position].flat, self.entries[position].index
-            if full._version or not flat.is_in_buffer(index, full):
-                flat.write_back(index, full)
-            elif look and flat.differs(index, full):
-                self._changes_silently = True
-                flat.write_back(index, full)
+        for flat, positions, indices in self._per_source:
+            assert flat.buffer is not None
+            base, offsets = flat.buffer.data_ptr(), flat.byte_offsets
+            for position, index in zip(positions, indices, strict=True):
+                full = fulls[position]
+                if full._version or (base and full.data_ptr() - base != offsets[index]):
+                    flat.write_back(index, full)
+                elif look and flat.differs(index, full):
+                    self._changes_silently = True
+                    flat.write_back(index, full)
 
     def _restore(self) -> None:
         for container, key, param in self._slots:

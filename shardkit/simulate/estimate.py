@@ -87,12 +87,14 @@ def estimate(
     gpu = device == "cuda"
     origin, began = source(model, overrides), time.perf_counter()
     mesh = options.pop("device_mesh", None)
+    if mesh is None and "process_group" not in options and str(options.get("sharding_strategy", "")).startswith("hybrid"):
+        raise ConfigError("a hybrid strategy needs device_mesh=(replicas, shards) here: a simulation has no machines to ask.")
     ledger = Ledger()
     watch = Watch(ledger, {_VALUE: _zero})
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(world_size, rank, "fake_nccl" if gpu else "fake_gloo"))
         if mesh is not None:
-            options["process_group"] = groups(tuple(mesh)) if isinstance(mesh, (tuple, list)) else None
+            options["process_group"] = groups(tuple(mesh))
         stack.enter_context(_sentences(origin.name))
         stack.enter_context(no_memory())
         stack.enter_context(watch)

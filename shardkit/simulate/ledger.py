@@ -178,6 +178,7 @@ class Ledger:
             if since_birth:
                 block.labels = [(block.born, category)]
             elif block.category_at(self.now) != category:
+                self.now += 1  # a peak at the moment before keeps what it was
                 block.labels.append((self.now, category))
                 if category in self.host_labels:
                     self._leave(block)

@@ -1,6 +1,7 @@
 """fairscale's FullyShardedDataParallel trains as a single process does: the behaviours that fairscale's own tests
 assert, by the numbers of the list in its reference, and what it gets wrong."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -260,8 +261,7 @@ def test_changes_after_wrapping_change_the_output(rank, world):
     model, ref = FSDP(nn.Linear(5, 3), allow_reset_parameters=True), nn.Linear(5, 3)
     for p in model.parameters():
         p.data.mul_(2)
-    with torch.no_grad():
-        before = model(data(0, 2, 5))
+    before = model(data(0, 2, 5))
     model.weight.data.zero_()
     assert not torch.equal(model(data(0, 2, 5)), before)
     for fill in (lambda m: m.reset_parameters(), lambda m: m.apply(_ones)):
@@ -351,6 +351,55 @@ def test_batches_are_accumulated_with_and_without_no_sync(rank, world):
     for twins.steps in (4, 5, 6):
         twins.ref_backward(square_loss)
     compare("gradient", full_grads(twins.model), grads(twins.ref), 1e-5)
+
+
+@ranks(2)
+def test_collectives_are_as_few_as_they_can_be(rank, world):
+    """15: per step a gather of each unit in forward, of each but the first and the last in backward, and a reduction of
+    each; inside no_sync no reductions."""
+    model = nested(seeded(Net))
+    counts = {"gather": 0, "reduce": 0}
+
+    def counted(name, run):
+        def call():
+            counts[name] += 1
+            return run()
+
+        return call
+
+    flats = model._shardkit_step.flats
+    for flat in flats:
+        flat.gather, flat.reduce = counted("gather", flat.gather), counted("reduce", flat.reduce)
+    units = len(flats)
+    assert units == 4
+    square_loss(model, rank, 0).backward()  # the order of units is not known yet
+    for held in (True, False):
+        counts.update(gather=0, reduce=0)
+        with model.no_sync() if held else contextlib.nullcontext():
+            square_loss(model, rank, 1).backward()
+        assert counts == {"gather": 2 * units - 2, "reduce": 0 if held else units}
+
+
+@ranks(2)
+def test_a_trained_unit_is_wrapped_again_by_a_new_root(rank, world):
+    """23"""
+    twins = Twins(rank, world, Net, wrap=nested).train(square_loss, 2)
+    x = data(1, 3, 5)
+    with torch.no_grad():
+        before = twins.model(x)
+        outer = FSDP(nn.Sequential(twins.model))
+        assert torch.equal(outer(x), before)
+    twins.optim = sgd(twins.model.parameters())
+    twins.ref_optim = sgd(twins.ref.parameters())
+    outer(data(0, 2, 5)).sum().backward()
+    outer.zero_grad()
+    for step in range(2):
+        twins.zero()
+        square_loss(outer, rank, step).backward()
+        for r in range(world):
+            (square_loss(twins.ref, r, step) / world).backward()
+        twins.check_grads(1e-5)
+        twins.update()
 
 
 # ------------------------------------------------------------------------------ 20 to 27: shapes, inputs, freezing

@@ -1,8 +1,8 @@
 """Scripts written for FSDP1 or fairscale run with their import lines changed, and end as the originals do.
 
-`examples/migrating/*.py` hold the originals' import lines as comments. FSDP1's scripts, and fairscale's OSS, run on CPUs
-as they were, and are compared with that. fairscale's FullyShardedDataParallel does not (it indexes CUDA streams), so its
-scripts are compared with training the unwrapped model in one process.
+`examples/migrating/*.py` hold the originals' import lines as comments. FSDP1's scripts, and fairscale's OSS, run on
+CPUs as they were, and are compared with that. fairscale's FullyShardedDataParallel does not (it indexes CUDA streams),
+so its scripts are compared with training the unwrapped model in one process.
 """
 
 import copy
@@ -26,13 +26,12 @@ DEFAULT_RTOL = 1e-4
 
 def original(name):
     """The script with its original import lines."""
-    lines, out = (FOLDER / name).read_text("utf-8").split("\n"), []
-    for line in lines:
-        if out and out[-1].startswith("# was: "):
-            assert line.startswith("from shardkit.integrations."), line
-            out[-1] = out[-1].removeprefix("# was: ")
-        else:
-            out.append(line)
+    out, ours = [], False
+    for line in (FOLDER / name).read_text("utf-8").split("\n"):
+        begins = line.startswith("from shardkit.integrations.")
+        if not (ours or begins):
+            out.append(line.removeprefix("# was: "))
+        ours = line.endswith("(") if begins else ours and line != ")"
     assert not any("shardkit" in line for line in out), "the import lines are not the only difference"
     return "\n".join(out)
 

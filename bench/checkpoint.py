@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import shutil
 import statistics
 import tempfile
@@ -79,8 +78,7 @@ class Measured:
 
     def run(self, device, action, *args) -> None:
         gc.collect()
-        os.sync()  # nobody writes out what another left in the page cache
-        dist.barrier()
+        dist.barrier()  # both write through to the disk: nobody leaves writing to the one after
         _reset_peak(device)
         before, read = _memory(device), _bytes_read()
         wall, cpu = time.perf_counter(), time.process_time()

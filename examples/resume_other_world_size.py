@@ -93,7 +93,7 @@ def launch(ranks: int, args, *options: str) -> None:
         __file__, f"--folder={args.folder}", f"--every={args.every}", *options,
     ]  # fmt: skip
     print(f"  {ranks} ranks: {' '.join(options)}", flush=True)
-    # Restarted ranks would find the addresses of the dead ones in the store that torchrun shares with them (torch 2.13).
+    # In the store that torchrun 2.13 shares with its ranks, restarted ones find the addresses of the dead.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:

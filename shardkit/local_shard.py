@@ -106,7 +106,8 @@ class LocalShard(torch.Tensor):
     @staticmethod
     def wrap(local: torch.Tensor, info: ShardInfo) -> LocalShard:
         """`local` (shape `info.local_shape`) as a LocalShard that shares its memory."""
-        out = _become(LocalShard, local.detach())
+        with torch._C.DisableTorchFunctionSubclass():
+            out = _become(LocalShard, local.detach())
         out.shard_info = info
         return out
 
@@ -390,5 +391,6 @@ _SPECIAL = {
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
     torch.Tensor.detach: _detach,
+    torch.Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
     **{func: _moved(func) for func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)},
 }

@@ -73,26 +73,26 @@ class WholeState(api.FullyShardedDataParallel):
         """Whether a state dict of LocalShards is copied to host memory."""
         return False
 
-    def state_dict(self, *args, destination: dict | None = None, prefix: str = "", keep_vars: bool = False):
+    def state_dict(self, *args, destination: Any = None, prefix: str = "", keep_vars: bool = False):
         options = self.whole_state()
+        into: Any = args[0] if args else destination
         caller = sys._getframe(1)
         own = caller.f_globals.get("__name__", "").startswith("shardkit.")
         if own or _sharded_wanted or options is None or keep_vars or frame_of("_get_model_state_dict", caller):
             with sharded_state():
-                out = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+                out = super().state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
             if not own and self.pieces_to_cpu():
                 out.update((k, v.cpu()) for k, v in out.items() if isinstance(v, torch.Tensor))
             return out
         whole = self.whole_state_dict(**options)
-        if args or destination is not None:
-            destination = args[0] if args else destination
-        if destination is None and not prefix:
+        if into is None and not prefix:
             return whole
-        out = type(whole)() if destination is None else destination
-        out.update((prefix + key, value) for key, value in whole.items())  # type: ignore[union-attr]
+        out = type(whole)() if into is None else into
+        out.update((prefix + key, value) for key, value in whole.items())
         metadata = getattr(out, "_metadata", None)
-        for path, value in (getattr(whole, "_metadata", None) or {}).items() if metadata is not None else ():
-            metadata[(prefix + path).rstrip(".")] = value
+        if metadata is not None:
+            here = getattr(whole, "_metadata", None) or {}
+            metadata.update(((prefix + path).rstrip("."), value) for path, value in here.items())
         return out
 
     def apply(self, fn: Callable[[nn.Module], Any]):

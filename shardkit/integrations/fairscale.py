@@ -16,12 +16,12 @@ import torch
 import torch.nn as nn
 
 from .. import activation, api
-from ..config import MixedPrecision
 from ..errors import ConfigError
 from ..runtime.managed import unit_of
 from ..runtime.unit import Unit, in_backward
 from . import fairscale_state, pickling
-from ._common import PerUnit, WholeState, is_wrapped, keep_dtype, say, set_unit_options, summoned, units_in
+from ._common import PerUnit, WholeState, is_wrapped, set_unit_options, summoned, units_in
+from .fairscale_config import ProcessGroupName, Settings, after_wrapping, explain, raise_inputs, translate
 from .fairscale_ddp import ShardedDataParallel
 from .fairscale_oss import OSS
 from .fairscale_wrap import (
@@ -64,25 +64,6 @@ class TrainingState(enum.Enum):
     BACKWARD_PRE = enum.auto()
     BACKWARD_POST = enum.auto()
     SUMMON_FULL_PARAMS = enum.auto()
-
-
-class ProcessGroupName(str, enum.Enum):
-    default = "default"
-    reduce_scatter = "reduce_scatter"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """fairscale's arguments that matter after wrapping."""
-
-    no_broadcast_optim_state: bool
-    state_dict_to_cpu: bool
-    state_dict_on_rank_0_only: bool
-    allow_reset_parameters: bool
-    verbose: bool
-    arguments: dict[str, Any]
-    trained: tuple[bool, ...]
-    """For each flat parameter of the unit, whether it was trainable when the unit was made."""
 
 
 class FullyShardedDataParallel(WholeState):
@@ -128,10 +109,10 @@ class FullyShardedDataParallel(WholeState):
         if is_wrapped(module, cls):
             _rewrapped(module, given)
             return module
-        _explain(given)
+        explain(given)
         if force_input_to_fp32 and not mixed_precision:
-            module.register_forward_pre_hook(_raise_inputs, with_kwargs=True)
-        options = _translate(module, given)
+            module.register_forward_pre_hook(raise_inputs, with_kwargs=True)
+        options = translate(module, given)
         strategy = {"sharding_strategy": "none"} if process_group is _REPLICATED else {}
         group = None if process_group is _REPLICATED else process_group
         api._wrap(module, None, group, {**options, **strategy}, single=True, mixin=FullyShardedDataParallel)
@@ -139,8 +120,8 @@ class FullyShardedDataParallel(WholeState):
             drop_after_forward=bool(reshard_after_forward) and not strategy,
             cast_inputs=False,
             cast_root_inputs=mixed_precision,
-            settings=_Settings(
-                **_after_wrapping(given),
+            settings=Settings(
+                **after_wrapping(given),
                 no_broadcast_optim_state=bool(no_broadcast_optim_state),
                 arguments=given,
                 trained=tuple(flat.params[0].requires_grad for flat in unit_of(module).flats),  # type: ignore[union-attr]
@@ -150,7 +131,7 @@ class FullyShardedDataParallel(WholeState):
         return module
 
     @property
-    def _shardkit_settings(self) -> _Settings:
+    def _shardkit_settings(self) -> Settings:
         return self.__dict__[_KEY].settings
 
     # ------------------------------------------------------------------------------------------------ state dicts
@@ -259,16 +240,10 @@ class FullyShardedDataParallel(WholeState):
         return pickling.reduced(self, FullyShardedDataParallel, _KEY)
 
 
-def _after_wrapping(given: dict[str, Any]) -> dict[str, Any]:
-    device = given["state_dict_device"]
-    kept = {k: given[k] for k in ("state_dict_on_rank_0_only", "allow_reset_parameters", "verbose")}
-    return {**kept, "state_dict_to_cpu": device is not None and torch.device(device).type == "cpu"}
-
-
 def _rewrapped(module: nn.Module, given: dict[str, Any]) -> None:
     """A wrapper around a wrapper, as `FSDP(auto_wrap(model))`: it has no parameters, but a say in state dicts."""
     own = module.__dict__[_KEY]
-    settings = dataclasses.replace(own.settings, **_after_wrapping(given))
+    settings = dataclasses.replace(own.settings, **after_wrapping(given))
     module.__dict__[_KEY] = dataclasses.replace(own, settings=settings)
 
 
@@ -283,58 +258,6 @@ def _training_state(unit: Unit) -> TrainingState:
     if step._depth:
         return TrainingState.FORWARD
     return TrainingState.SUMMON_FULL_PARAMS if unit.active else TrainingState.IDLE
-
-
-def _raise_inputs(module: nn.Module, args: tuple, kwargs: dict):
-    """A forward hook that turns float16 inputs into float32."""
-    from ..runtime.precision import map_tensors
-
-    def change(t: torch.Tensor) -> torch.Tensor:
-        return t.float() if t.dtype == torch.float16 else t
-
-    return map_tensors(args, change), map_tensors(kwargs, change)
-
-
-def _translate(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    if given["fp32_reduce_scatter"] and not given["mixed_precision"]:
-        raise ConfigError("fp32_reduce_scatter requires mixed_precision=True.")
-    mp = None
-    if given["mixed_precision"]:
-        dtype = given["compute_dtype"] or torch.float16
-        mp = MixedPrecision(
-            param_dtype=dtype,
-            reduce_dtype=torch.float32 if given["fp32_reduce_scatter"] else dtype,
-            buffer_dtype=given["buffer_dtype"] or dtype,
-            master_dtype=torch.float32,
-        )
-    elif given["buffer_dtype"] is not None:
-        mp = MixedPrecision(buffer_dtype=given["buffer_dtype"])
-    return {
-        "sharding_strategy": "full",
-        "mixed_precision": mp if given["mixed_precision"] else keep_dtype(module, mp),
-        "cpu_offload": given["move_params_to_cpu"] or given["cpu_offload"],
-        "device_id": given["compute_device"],
-    }
-
-
-def _explain(given: dict[str, Any]) -> None:
-    """Warns of arguments that were given and have no effect."""
-    offload = given["move_params_to_cpu"] or given["cpu_offload"]
-    if not isinstance(given["process_group_reduce_scatter"], (str, type(None))):
-        say("process_group_reduce_scatter has no effect: reductions overlap with gathers on the one process group.")
-    if not given["disable_reshard_on_root"]:
-        say("disable_reshard_on_root=False has no effect: backward begins with the root, whose parameters are kept.")
-    if given["move_grads_to_cpu"] is not None and given["move_grads_to_cpu"] != offload:
-        say("move_grads_to_cpu has no effect: a gradient lies where the shard lies that it updates.")
-    if given["bucket_cap_mb"] not in (25, 0):
-        say("bucket_cap_mb has no effect: the small gradients of a unit always travel together.")
-    if given["clear_autocast_cache"]:
-        say("clear_autocast_cache has no effect: autocast caches casts of leaf tensors, which full parameters are not.")
-    if given["gradient_predivide_factor"] is not None:
-        say(
-            "gradient_predivide_factor has no effect: 16-bit gradients are summed in float32 on gloo, and NCCL divides "
-            "before it adds. set_gradient_divide_factors() sets the total."
-        )
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:

@@ -116,7 +116,7 @@ class ShardedDataParallel(WholeState):
         out._metadata = state._metadata  # type: ignore[attr-defined]
         return out
 
-    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False):
         """As of any module. Names that all begin with `module.`, as fairscale wrote them, are taken. Collective."""
         own = set(dict(self.named_parameters())) | set(dict(self.named_buffers()))
         if state_dict and all(key.startswith("module.") for key in state_dict) and not own & set(state_dict):
@@ -134,7 +134,9 @@ class ShardedDataParallel(WholeState):
             return
         for flat in step.flats:
             flat.absorb()
+        stale = [flat for flat in step.flats if flat.may_be_stale(False)]  # frozen ones are not
+        for flat in stale:
             flat.forget()
-        step._gather(step.flats)
-        for flat in step.flats:
+        step._gather(stale)
+        for flat in stale:
             flat.wait()

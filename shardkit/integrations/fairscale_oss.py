@@ -117,7 +117,7 @@ class OSS(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------ step
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable | None = None, **kwargs: Any) -> Any:
         """One step, after which every rank computes with the new weights. Collective."""
         inner = self.optim
         _copy_options(self.param_groups, inner.param_groups)
@@ -194,7 +194,7 @@ class OSS(torch.optim.Optimizer):
             at += len(g["params"])
         self._consolidated = {"state": dict(sorted(state.items())), "param_groups": groups} if wanted else None
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The whole state as `optim` over all parameters would have it, where `consolidate_state_dict` put it.
 
         all_ranks: collect it on every rank now; collective. Raises RuntimeError where it was not collected.

@@ -68,6 +68,8 @@ def consolidate_shard_weights(
     """
     if not shard_weights or len(shard_weights) != len(shard_metadata):
         raise ConfigError(f"got {len(shard_weights)} state dicts and {len(shard_metadata)} metadata, not one each.")
+    if any("fsdp_path" in entry for entry in shard_metadata[0]["param_metadata"]):
+        raise CheckpointError("these shards were written by fairscale itself. `shardkit convert` reads them.")
     out: dict[str, torch.Tensor] = {}
     filled: dict[str, set[tuple[int, int]]] = {}
     for weights, metadata in zip(reversed(shard_weights), reversed(shard_metadata), strict=True):
@@ -115,7 +117,7 @@ def gather_full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer,
     to single ranks: their state stays out, and is kept on the model until `get_shard_from_optim_state_dict`.
     """
     whole = full_optim_state_dict(model, optim, rank0_only=True)
-    names = parameter_names(model)
+    names: dict[Any, str] = dict(parameter_names(model))
     model.__dict__[_KEPT] = {names[p]: dict(s) for p, s in optim.state.items() if names[p] in apart}
     if not whole:
         return None

@@ -29,14 +29,15 @@ def default_auto_wrap_policy(
     """
     large = unwrapped_params >= min_num_params
     if recurse:
-        leaves = default_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        leaves = _policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
         return large and not isinstance(module, tuple(leaves))
-    excluded = default_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    excluded = _policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
     return (large or (module_is_root and skip_params_check_for_root)) and not isinstance(module, tuple(excluded))
 
 
-default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
-default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+_policy: Any = default_auto_wrap_policy  # scripts read and change its defaults there
+_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
 
 
 def config_auto_wrap_policy(

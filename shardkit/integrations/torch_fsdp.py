@@ -19,9 +19,8 @@ import torch.nn as nn
 from .. import api
 from ..errors import ConfigError, StateError
 from ..runtime.flat_param import home_of
-from ..runtime.managed import unit_of
 from . import torch_optim
-from ._common import PerUnit, WholeState, is_wrapped, say, set_unit_options, summoned, units_in
+from ._common import WholeState, is_wrapped, say, set_unit_options, summoned, units_in
 from .fsdp2 import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from .grad_scaler import FSDPGradScaler as ShardedGradScaler
 from .torch_config import (
@@ -170,7 +169,7 @@ class FullyShardedDataParallel(FSDPModule, WholeState):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         """The units in `module`, itself included, in the order of the module tree; only roots with `root_only`."""
-        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        found: list[Any] = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m.check_is_root()] if root_only else found
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
@@ -188,8 +187,9 @@ class FullyShardedDataParallel(FSDPModule, WholeState):
         if not self.check_is_root():
             raise StateError("register_comm_hook() was called on a nested unit. Call it on the root.")
         for flat in self._shardkit_step.flats:
-            if _HOOKS[name] is not None and flat.reduce_dtype.is_floating_point:
-                flat.reduce_dtype = _HOOKS[name]
+            dtype = _HOOKS[name]
+            if dtype is not None and flat.reduce_dtype.is_floating_point:
+                flat.reduce_dtype = dtype
 
     # -------------------------------------------------------------------------------------------- full parameters
 
@@ -213,7 +213,8 @@ class FullyShardedDataParallel(FSDPModule, WholeState):
         if rank0_only:
             say("summon_full_params(rank0_only=True): other ranks, which take part in it, see whole parameters too.")
         params = [p for unit in units_in(module) for flat in unit.flats for p in flat.params]
-        grads = [(p, p.grad, p.grad.full_tensor()) for p in params if with_grads and p.grad is not None]
+        reduced: list[Any] = [(p, p.grad) for p in params if with_grads and p.grad is not None]
+        grads = [(p, grad, grad.full_tensor()) for p, grad in reduced]
         with summoned(module, recurse=recurse, writeback=writeback):
             device = [(p, p.data) for p in params if offload_to_cpu and p.device.type != "cpu"]
             for p, there in device:
@@ -232,8 +233,9 @@ class FullyShardedDataParallel(FSDPModule, WholeState):
                     p.data = there
         for p, grad, _ in grads:
             flat, index = home_of(p)  # type: ignore[misc]
-            if writeback and changed[p] is not None:
-                piece = changed[p].detach().reshape(-1)[slice(*flat.infos[index].piece)]
+            new = changed[p]
+            if writeback and new is not None:
+                piece = new.detach().reshape(-1)[slice(*flat.infos[index].piece)]
                 grad.copy_(piece.view(flat.infos[index].local_shape))
             p.grad = grad
 
@@ -346,9 +348,3 @@ def _optim(model: nn.Module, optim: Any, optim_input: Any) -> Any:
         return optim
     items = list(model.parameters() if optim_input is None else optim_input)
     return torch.optim.SGD(items, lr=0.0)
-
-
-def unit_options(module: nn.Module) -> PerUnit:
-    """The options that one call of the wrapper gave to its units."""
-    assert unit_of(module) is not None
-    return module.__dict__[_KEY]

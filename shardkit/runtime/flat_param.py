@@ -309,7 +309,7 @@ class FlatParam:
     def differs(self, index: int, full: torch.Tensor) -> bool:
         """Whether this rank's part of a full parameter has other values than the shard. Waits for the device."""
         parts = self._own_part(index, full)
-        if parts is None or parts[1].data_ptr() == 0:  # no memory, no values
+        if parts is None or parts[1].untyped_storage().data_ptr() == 0:  # no memory, no values
             return False
         return not torch.equal(parts[0].to(parts[1].device), parts[1].to(parts[0].dtype))
 

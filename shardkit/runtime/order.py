@@ -67,7 +67,7 @@ class Order:
         self._last_end = (END, END)  # (kind, root) of the last meeting: what kind of stretch comes next
         self._known: dict[tuple[int, int], list[Wish]] = {}
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # (fingerprint of the last sequence, times in a row)
-        self._patience = _PATIENCE
+        self._patience: dict[tuple[int, int], int] = {}
         self._torn: set[tuple[int, int]] = set()  # (index, root) captured in this stretch by some ranks only
         self.in_step_only = 0  # inside join(): a rank that is done cannot follow a script
 
@@ -188,14 +188,16 @@ class Order:
             self._seen.pop(key, None)
             return
         (fingerprint,) = prints
+        patience = self._patience.get(key, _PATIENCE)
         last, times = self._seen.get(key, (None, 0))
         if last is not None and last != fingerprint and self._known.pop(key, None) is not None:
-            self._patience = min(2 * self._patience, _MAX_PATIENCE)  # be slower to trust the next sequence
+            patience = min(2 * patience, _MAX_PATIENCE)  # be slower to trust the next sequence
+            self._patience[key] = patience
         times = times + 1 if fingerprint == last else 1
         self._seen[key] = (fingerprint, times)
         if any(what in (GATHER_NEAR, CAPTURE) for what, _, _ in self._asked):
             return  # a rank that left such a sequence could not help the others through it
-        if times >= self._patience and key not in self._known:
+        if times >= patience and key not in self._known:
             self._known[key] = list(self._asked)
 
     def broke_off(self, step: Step) -> None:

@@ -140,6 +140,11 @@ class Step:
         return self._depth > 0
 
     @property
+    def in_backward(self) -> bool:
+        """True from the moment backward reaches this root until its gradients are at `param.grad`."""
+        return self._backward_open
+
+    @property
     def computing(self) -> bool:
         """True during a forward or a backward of this root."""
         return self._depth > 0 or (self._backward_open and in_backward())

@@ -108,7 +108,7 @@ class Unit:
         """Runs `fn(*args, **kwargs)`, the call or forward of `module` (of this unit), with full parameters in place."""
         step, way_in = self.step, (module, entry)
         if in_backward():
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or step.in_backward:
                 return self._recompute(fn, args, kwargs, way_in)
         else:
             self.entries_seen.add(way_in)

@@ -251,7 +251,7 @@ class _Search:
 
     def run(self, choices: list[Choice], gpus: int, keep: int, known: list[Row] | None = None) -> list[Row]:
         timed = sorted(((self._seconds(c, gpus), c) for c in choices), key=lambda pair: pair[0].total)
-        rows, failed = [], [r.choice for r in known or () if not r.fits]
+        rows, failed = [], [r.choice for r in known or () if not r.fits and r.live is not None]
         for time, choice in timed:
             sent = self._sent(choice, gpus)
             worse = next((f for f in failed if f.needs_no_more_than(choice)), None)
@@ -261,13 +261,18 @@ class _Search:
             if sum(r.fits for r in rows) >= keep:
                 break
             rows.append(self._simulate(choice, gpus, time, sent))
-            if not rows[-1].fits:
+            if not rows[-1].fits and rows[-1].live is not None:
                 failed.append(choice)
         return rows
 
     def _simulate(self, choice: Choice, gpus: int, time: Seconds, sent: Traffic) -> Row:
         self.say(f"simulating {choice} on {gpus} ranks")
-        report = self._estimate(choice, gpus)
+        try:
+            report = self._estimate(choice, gpus)
+        except ConfigError as e:
+            if not choice.recomputed:
+                raise
+            return Row(choice, False, time, sent, None, None, str(e).partition(". ")[0])  # no blocks to checkpoint, say
         live, reserved = report.training_peak, report.extra["reserved_bytes"]
         fits = reserved <= self.card.usable
         phase = max((p for p in report.phases if p != "init"), key=lambda p: report.phases[p].total)
@@ -297,6 +302,8 @@ class _Search:
     def smallest(self, gpus: int) -> tuple[int, Choice] | None:
         """The fewest GPUs, in whole machines, on which the most frugal settings fit."""
         choice, node = Choice("full", 1.0, True), self.card.node
+        if self._simulate(choice, gpus, *self._cost(choice, gpus)).live is None:
+            choice = Choice("full", 0.0, True)
         low, high = gpus, max(gpus * 2, node)
         while not self._fits(choice, high):
             low, high = high, high * 2

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import StateError
 from ..runtime.unit import in_backward
-from .ledger import ACTIVATIONS, FULL, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, Ledger
+from .ledger import ACTIVATIONS, FULL, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, TEMPORARIES, Ledger
 from .observe import Observer, Watch, steps_in
 from .report import Moment, Report, make, moment, size
 
@@ -185,9 +185,21 @@ def explain_oom(error: BaseException | None = None, prof: profile | None = None)
 def _at_failure(prof: profile) -> Moment:
     ledger = prof.ledger
     if ledger.open:
-        return prof.now()
+        return _as_activations(prof.now()) if ledger.visits[-1].phase == "forward" else prof.now()
     # The context has ended; the exception let go of much on its way. The fullest moment of the last phase is meant.
     return moment(ledger, ledger.visits[-1].peak_at)
+
+
+def _as_activations(live: Moment) -> Moment:
+    """Of a forward that has not ended: what it has not dropped yet is mostly kept for backward."""
+
+    def moved(parts: dict[str, int]) -> dict[str, int]:
+        rest = {c: n for c, n in parts.items() if c != TEMPORARIES}
+        if TEMPORARIES in parts:
+            rest[ACTIVATIONS] = rest.get(ACTIVATIONS, 0) + parts[TEMPORARIES]
+        return rest
+
+    return Moment(live.total, moved(live.categories), {unit: moved(parts) for unit, parts in live.units.items()})
 
 
 def describe_moment(live: Moment, prof: profile) -> str:

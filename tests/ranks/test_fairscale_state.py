@@ -104,6 +104,8 @@ def test_shards_are_consolidated_offline(tmp_path, build, loss, world):
     lost = [weights[0], *({} for _ in weights[1:])]
     raises(shardkit.CheckpointError, FSDP.consolidate_shard_weights, lost, meta)
     raises(ValueError, FSDP.consolidate_shard_weights, weights[:1], meta)
+    theirs = [{"param_metadata": [{"fsdp_path": "", "params": {}}], "buffer_names": []}] * world
+    assert "shardkit convert" in str(raises(shardkit.CheckpointError, FSDP.consolidate_shard_weights, weights, theirs))
 
 
 # --------------------------------------------------------------------------------------------- 29: optimizer states

@@ -422,6 +422,21 @@ def test_fully_shard_trains_and_takes_fsdp2s_settings(rank, world):
     raises(shardkit.ConfigError, fully_shard, [nn.Linear(2, 2)])
 
 
+@ranks(4)
+def test_a_number_of_ranks_to_reshard_to_is_each_units_own(rank, world):
+    def build(model):
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=2)
+        return fully_shard(model, reshard_after_forward=True, ignored_params={model.head.bias})
+
+    twins = Twins(rank, world, Net, wrap=build, optim=lambda params: sgd(list(params)[:3]))
+    assert twins.model.head.bias.shape == (3,) and twins.model._shardkit_unit.flats[0].mesh.near is None
+    assert twins.model.blocks[0]._shardkit_unit.flats[0].mesh.near.size == 2
+    twins.backward(square_loss)
+    twins.model.head.bias.grad = twins.ref.head.bias.grad  # ignored parameters are nobody's
+    twins.check_grads()
+
+
 @ranks(2)
 def test_unshard_shows_whole_parameters_until_reshard_or_the_next_call(rank, world):
     twins = Twins(rank, world, Net, wrap=by_hand)

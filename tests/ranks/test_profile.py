@@ -1,0 +1,141 @@
+"""`shardkit.profile` on real ranks: the same figures as predicted, and sentences about a failure."""
+
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+
+import shardkit
+from shardkit.errors import StateError
+from shardkit.simulate.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from tests.harness import ranks, run_ranks
+
+WIDTH = 128
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def batch():
+    return torch.zeros(32, WIDTH)
+
+
+OPTIONS = [
+    {},
+    {"sharding_strategy": "zero2"},
+    {"sharding_strategy": "none"},
+    {"activation_checkpointing": True},
+    {"mixed_precision": shardkit.MixedPrecision(param_dtype=torch.bfloat16)},
+]
+
+
+def measured(rank, world, options, folder=None):
+    model = shardkit.auto_wrap(build(), policy={Block}, **options)
+    optim = torch.optim.AdamW(model.parameters(), foreach=False)
+    with shardkit.profile(model, optim) as prof:
+        x = batch()
+        for _ in range(2):
+            loss = model(x).float().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            del loss
+    if folder is not None and rank == 0:
+        prof.report.save(folder / "report.json")
+    return prof.report.to_dict()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "full")
+@pytest.mark.parametrize("world", [2, 4])
+def test_predicted_and_measured_agree_in_every_category_at_the_peaks(world, options):
+    real = shardkit.simulate.Report.from_dict(run_ranks(measured, world, options)[0])
+    options = {"policy": {Block}, **options}
+    predicted = shardkit.estimate(build, batch, world_size=world, device="cpu", **options)
+    for phase in ("forward", "backward", "step"):
+        a, b = predicted.phases[phase], real.phases[phase]
+        assert abs(a.total - b.total) <= 0.03 * b.total, shardkit.simulate.compare(predicted, real)
+        for category in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS):
+            x, y = a.categories.get(category, 0), b.categories.get(category, 0)
+            assert abs(x - y) <= 0.03 * b.total, (phase, category)
+
+
+@ranks(2)
+def test_a_profile_names_units_and_phases_and_changes_nothing(rank, world):
+    torch.manual_seed(0)
+    plain = shardkit.auto_wrap(build(), policy={Block})
+    torch.manual_seed(0)
+    model = shardkit.auto_wrap(build(), policy={Block})
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, WIDTH)
+    with shardkit.profile(model, optim) as prof:
+        model(x).sum().backward()
+    plain(x).sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert set(prof.report.phases) >= {"forward", "backward"}
+    assert {"0", "1", "2", "3"} <= set(prof.report.units)
+    unit = model[0]._shardkit_unit
+    assert "_enter" not in unit.__dict__ and "gather" not in unit.flats[0].__dict__, "the engine is as it was"
+
+
+@ranks(2)
+def test_an_out_of_memory_error_is_explained_by_unit_category_and_setting(rank, world):
+    model = shardkit.auto_wrap(build(), policy={Block})
+    x = torch.randn(4096, WIDTH)
+    error = RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+    with shardkit.profile(model) as prof:
+        loss = model(x).sum()
+        text = shardkit.explain_oom(error)
+        loss.backward()
+    assert "2.68 GB" in text and "activations" in text and "activation_checkpointing=True" in text
+    assert any(f"{i} " in text for i in range(4)), "a unit is named"
+    assert shardkit.explain_oom(error, prof).startswith("Out of memory while asking for")
+
+
+def test_an_error_without_a_profile_says_how_to_know_more():
+    from shardkit.simulate import profiler
+
+    before, profiler._current = profiler._current, None
+    try:
+        assert "shardkit.profile" in shardkit.explain_oom(MemoryError("no"))
+    finally:
+        profiler._current = before
+
+
+def test_a_model_that_is_not_sharded_is_measured_as_well():
+    model = build()
+    with shardkit.profile(model) as prof:
+        with pytest.raises(StateError, match="still running"):
+            prof.report  # noqa: B018
+        model(batch()).sum().backward()
+    assert prof.report.phases["backward"].total > prof.report.phases["backward"].categories[PARAMETERS] > 0
+    json.dumps(prof.report.to_dict())
+    with pytest.raises(StateError, match="has been used"):
+        prof.__enter__()
+
+
+def test_the_trainers_callback_measures_some_steps(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = nn.Linear(4, 4)
+    prof = shardkit.profile(model)
+    callback = prof.callback()
+    state = transformers.TrainerState()
+    for step in range(6):
+        state.global_step = step
+        callback.on_step_begin(None, state, None)
+        model(torch.zeros(2, 4)).sum().backward()
+        state.global_step = step + 1
+        callback.on_step_end(None, state, None)
+    assert not callback.running and "forward" in prof.report.phases

@@ -3,7 +3,8 @@
     python bench/predicted_vs_measured.py            # 18 configurations on 2 and on 4 ranks, a table in bench/results
     python bench/predicted_vs_measured.py --only llama --nproc 2
 
-Measured is what the profiler records of every allocation on rank 0 (see `peak_memory.CpuMeter`), from before the model is
+Measured is what the profiler records of every allocation on rank 0 (see `peak_memory.CpuMeter`), from before the model
+is
 built: also what kernels allocate and free within themselves, which a simulation does not see.
 """
 
@@ -160,7 +161,9 @@ def compare(measured: dict[str, dict[str, int]], world: int) -> list[dict]:
         name, options = CONFIGURATIONS[int(index)]
         predicted = predict(name, dict(options), world)
         a, b = max(predicted.values()), max(real.values())
-        rows.append(dict(model=name, world=world, options=options, predicted=predicted, measured=real, error=(a - b) / b))
+        rows.append(
+            dict(model=name, world=world, options=options, predicted=predicted, measured=real, error=(a - b) / b)
+        )
     return rows
 
 

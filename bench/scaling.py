@@ -27,8 +27,10 @@ import torch  # noqa: E402
 SIZES = {7.5: (38, 4096), 128: (162, 8192 - 64), 1000: (128, 25600)}
 PAPER = {
     ("P_os", 7.5): {4: 52.5, 16: 35.6, 64: 31.4}, ("P_os", 128): {64: 536}, ("P_os", 1000): {64: 4187, 1024: 4012},
-    ("P_os+g", 7.5): {4: 41.2, 16: 21.6, 64: 16.6}, ("P_os+g", 128): {64: 284}, ("P_os+g", 1000): {64: 2219, 1024: 2014},
-    ("P_os+g+p", 7.5): {4: 30, 16: 7.5, 64: 1.9}, ("P_os+g+p", 128): {64: 32}, ("P_os+g+p", 1000): {64: 250, 1024: 15.6},
+    ("P_os+g", 7.5): {4: 41.2, 16: 21.6, 64: 16.6}, ("P_os+g", 128): {64: 284},
+    ("P_os+g", 1000): {64: 2219, 1024: 2014},
+    ("P_os+g+p", 7.5): {4: 30, 16: 7.5, 64: 1.9}, ("P_os+g+p", 128): {64: 32},
+    ("P_os+g+p", 1000): {64: 250, 1024: 15.6},
 }  # fmt: skip
 # How each stage is run: its strategy, and micro-batches a step. P_os keeps whole gradients, which the engine does under
 # no_sync() only; it reduces them during backward otherwise.
@@ -77,8 +79,8 @@ def zero_row(stage: str, billions: float, ranks: int, paper: float) -> dict:
     scale = billions * 1e9 / parameters  # the shapes make 7.6 billion, say, of the paper's 7.5
     states = (PARAMETERS, GRADIENTS, OPTIMIZER, *([FULL] if strategy != "full" else []))
 
-    # Of P_os, the last micro-batch's forward: all whole gradients are there, and none is reduced yet. Of the others, the
-    # beginning of the optimizer's step, when all gradients are.
+    # Of P_os, the last micro-batch's forward: all whole gradients are there, and none is reduced yet. Of the others,
+    # the beginning of the optimizer's step, when all gradients are.
     held = report.phases["forward" if accumulate > 1 else "step"].categories
     engine = sum(held.get(c, 0) for c in states) * scale / 1e9
     fp32 = 2 * parameters * scale / ranks / 1e9 if stage == "P_os+g" else 0.0
@@ -106,7 +108,13 @@ def worlds_part(args) -> list[dict]:
     rows = []
     for ranks in args.worlds:
         report = shardkit.estimate(
-            args.model, (1, args.seq), "adamw", ranks, deferred_init=True, mixed_precision="bf16", activation_checkpointing=True
+            args.model,
+            (1, args.seq),
+            "adamw",
+            ranks,
+            deferred_init=True,
+            mixed_precision="bf16",
+            activation_checkpointing=True,
         )
         extra = report.extra
         rows.append(dict(
@@ -150,17 +158,19 @@ def show(result: dict) -> str:
     parts = []
     if result.get("zero"):
         rows = [
-            [r["stage"], r["billions"], r["ranks"], f"{r['paper']:g}", f"{r['engine']:.2f}", f"{r['gradients_fp32']:.2f}",
-             f"{100 * r['error']:+.2f}", f"{r['unit']:.2f}", f"{r['peak']:.2f}"]
+            [r["stage"], r["billions"], r["ranks"], f"{r['paper']:g}", f"{r['engine']:.2f}",
+             f"{r['gradients_fp32']:.2f}", f"{100 * r['error']:+.2f}", f"{r['unit']:.2f}", f"{r['peak']:.2f}"]
             for r in result["zero"]
         ]  # fmt: skip
-        head = ["stage", "10^9 parameters", "ranks", "paper GB", "engine GB", "of which float32 gradients", "error % without",
+        head = ["stage", "10^9 parameters", "ranks", "paper GB", "engine GB", "float32 gradients", "error % without",
                 "one unit GB", "peak GB"]  # fmt: skip
         parts.append(bench_report.table(head, rows))
     if result.get("worlds"):
         rows = [[r["ranks"], *(f"{r[k] / 1e9:.2f}" for k in ("peak", "reserved", "sent")), f"{r['seconds']:.0f}"]
                 for r in result["worlds"]]  # fmt: skip
-        parts.append(bench_report.table(["ranks", "peak GB", "reserved GB", "sent GB a step", "seconds to simulate"], rows))
+        parts.append(
+            bench_report.table(["ranks", "peak GB", "reserved GB", "sent GB a step", "seconds to simulate"], rows)
+        )
     if result.get("cost"):
         rows = [[r["model"], r["ranks"], f"{r['wall']:.0f}", f"{r['cpu']:.0f}", r["allowed"], f"{r['rss'] / 1e9:.2f}",
                  f"{r['peak'] / 1e9:.2f}"] for r in result["cost"]]  # fmt: skip
@@ -171,7 +181,9 @@ def show(result: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", nargs="+", choices=("zero", "worlds", "cost"), default=["cost", "zero", "worlds"])
-    parser.add_argument("--largest", type=float, default=1000, help="leave out the table's larger models; 10^9 parameters")
+    parser.add_argument(
+        "--largest", type=float, default=1000, help="leave out the table's larger models; 10^9 parameters"
+    )
     parser.add_argument("--model", default="llama-7b", help="of --part worlds")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])

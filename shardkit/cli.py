@@ -16,7 +16,7 @@ from .simulate.command import add_estimate, add_plan
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 where shardkit refused or a file was damaged, 2 for bad usage."""
-    parser = argparse.ArgumentParser(prog="shardkit", description="Sharded training: will it fit, and what is in a checkpoint.")
+    parser = argparse.ArgumentParser(prog="shardkit", description="Will it fit, and what is in a checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (add_estimate, add_plan, _add_inspect, _add_convert):
         add(commands)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import Function
 
+from .untraced import untraced
+
 if TYPE_CHECKING:
     from .flat_param import FlatParam
     from .step import Step
@@ -128,6 +130,7 @@ class SavedWeights:
         return packed if self.outer is None else self.outer[1](packed)
 
 
+@untraced
 def push_saved_weights(step: Step) -> bool:
     """Makes the root's hooks the innermost, unless they are already. True if they must be popped again."""
     top = _top_hooks(True)
@@ -141,5 +144,6 @@ def push_saved_weights(step: Step) -> bool:
     return True
 
 
+@untraced
 def pop_saved_weights() -> None:
     _pop_hooks()

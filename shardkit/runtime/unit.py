@@ -141,8 +141,7 @@ class Unit:
         Around the unit (the checkpoint calls what was called in forward), our hooks were the innermost then and must
         be now, or the checkpoint counts other tensors. Inside it, the checkpoint's hooks were the innermost.
         """
-        self.step.open(self)
-        self.install_for(way_in[0])
+        _bare(self._open_and_install, way_in[0])
         if way_in not in self.entries_seen:
             return fn(*args, **kwargs)
         if self.mp is not None and way_in[0] is self.module:
@@ -156,6 +155,10 @@ class Unit:
             if pushed:
                 pop_saved_weights()
         return out
+
+    def _open_and_install(self, module: nn.Module) -> None:
+        self.step.open(self)
+        self.install_for(module)
 
     def _flats_of(self, module: nn.Module) -> list[FlatParam]:
         """What a module of this unit computes with; the unit's own module stands for all of them."""

@@ -1,4 +1,5 @@
-"""Will it fit? `estimate` runs a training step without memory; `profile` measures one that runs; `plan` chooses settings.
+"""Will it fit? `estimate` runs a training step without memory; `profile` measures one that runs; `plan` chooses
+settings.
 
 | file | what it holds |
 |---|---|

@@ -1,9 +1,9 @@
 """What torch's caching allocator on a GPU would reserve for the blocks of a ledger: its rules, replayed.
 
-The rules (c10/cuda/CUDACachingAllocator.cpp, defaults, one stream): sizes are rounded up to 512 bytes. Blocks up to 1 MiB
-come from segments of 2 MiB; larger ones below 10 MiB from segments of 20 MiB; others from segments of their own, rounded
-up to 2 MiB. The smallest free piece that fits is taken, and split where what is left is at least 512 bytes (small) or
-more than 1 MiB (large). Neighbouring free pieces are merged. Segments are kept.
+The rules (c10/cuda/CUDACachingAllocator.cpp, defaults, one stream): sizes are rounded up to 512 bytes. Blocks up to 1
+MiB come from segments of 2 MiB; larger ones below 10 MiB from segments of 20 MiB; others from segments of their own,
+rounded up to 2 MiB. The smallest free piece that fits is taken, and split where what is left is at least 512 bytes
+(small) or more than 1 MiB (large). Neighbouring free pieces are merged. Segments are kept.
 
 What is not in here: memory of the CUDA context and of libraries (several hundred MB), and what NCCL allocates.
 """
@@ -96,8 +96,8 @@ class CachingAllocator:
 
 
 def reserved_bytes(ledger: Ledger, since: int | None = None) -> int:
-    """Bytes that the allocator holds at the end of the record. since: only what was alive then or came later; None: what
-    training sees, since models are often built on the host."""
+    """Bytes that the allocator holds at the end of the record. since: only what was alive then or came later; None:
+    what training sees, since models are often built on the host."""
     if since is None:
         since = next((visit.start for visit in ledger.visits if visit.phase != "init"), 0)
     events = []

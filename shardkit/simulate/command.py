@@ -11,8 +11,8 @@ from typing import Any
 from ..errors import ConfigError
 
 _MODEL = (
-    "a preset (llama-7b, mixtral-8x7b, t5-3b, gpt2, vit-base, resnet-50, ...), a config.json of transformers, the name of a "
-    "configuration class (LlamaConfig), or module:function that builds the model"
+    "a preset (llama-7b, mixtral-8x7b, t5-3b, gpt2, vit-base, resnet-50, ...), a config.json of transformers, the name "
+    "of a configuration class (LlamaConfig), or module:function that builds the model"
 )
 _STRATEGIES = ("full", "grad_op", "zero2", "zero1", "none", "hybrid", "hybrid_grad_op")
 
@@ -31,10 +31,16 @@ def add_estimate(commands) -> None:
     command.add_argument("--world-size", type=int, nargs="+", default=[8], metavar="N", help="ranks, one or more; 8")
     command.add_argument("--strategy", choices=_STRATEGIES, default="full", help="what is sharded; full")
     command.add_argument("--mesh", type=_mesh, metavar="RxS", help="replicas x shards, for the hybrid strategies")
-    command.add_argument("--checkpoint", type=float, default=0, metavar="SHARE", help="of blocks computed again; 0 to 1")
-    command.add_argument("--offload", action="store_true", help="keep shards, gradients and optimizer state on the host")
+    command.add_argument(
+        "--checkpoint", type=float, default=0, metavar="SHARE", help="of blocks computed again; 0 to 1"
+    )
+    command.add_argument(
+        "--offload", action="store_true", help="keep shards, gradients and optimizer state on the host"
+    )
     command.add_argument("--offload-activations", action="store_true", help="keep activations on the host")
-    command.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step, under no_sync; 1")
+    command.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="micro-batches a step, under no_sync; 1"
+    )
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the engine does there; cuda")
     command.add_argument("--whole-init", action="store_true", help="every rank builds the whole model before sharding")
     command.add_argument("--memory", metavar="GPU|BYTES", help="say whether it fits: h100-80g, or a number of bytes")
@@ -63,7 +69,9 @@ def _add_common(command) -> None:
     command.add_argument("--batch", type=int, default=1, metavar="N", help="samples of one rank's micro-batch; 1")
     command.add_argument("--seq", type=int, metavar="N", help="tokens of a sample; 2048")
     command.add_argument("--batch-function", metavar="M:F", help="module:function that makes the batch instead")
-    command.add_argument("--loss-function", metavar="M:F", help="module:function of (model, batch) that returns the loss")
+    command.add_argument(
+        "--loss-function", metavar="M:F", help="module:function of (model, batch) that returns the loss"
+    )
     command.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, sgd-momentum, ...; adamw")
     command.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of computing; bf16")
     command.add_argument(

@@ -69,6 +69,5 @@ def device(name: str) -> Device:
         if known.name.rpartition("-")[0] == kind and amount.endswith("g") and amount[:-1].replace(".", "", 1).isdigit():
             return dataclasses.replace(known, name=name, memory=int(float(amount[:-1]) * _GIB))
     near = difflib.get_close_matches(name, DEVICES, 3, 0.4)
-    raise ConfigError(
-        f"no GPU is called {name!r}.{' Did you mean ' + ' or '.join(near) + '?' if near else ''} Known: {', '.join(DEVICES)}."
-    )
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(f"no GPU is called {name!r}.{hint} Known: {', '.join(DEVICES)}.")

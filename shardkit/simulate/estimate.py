@@ -50,17 +50,18 @@ def estimate(
 ) -> Report:
     """Peak bytes of one rank of a training run, by category, phase and unit, without the memory and the ranks.
 
-    Needs the memory of neither the model nor the activations: a 70 B model on 512 ranks takes minutes and some hundred MB.
+    Needs the memory of neither the model nor the activations: a 70 B model on 512 ranks takes minutes and some hundred
+    MB.
 
     Args:
-        model: a function that builds the model, "module:function", a preset ("llama-7b"), a `transformers` configuration,
-            its file, or the name of its class.
-        batch: one rank's micro-batch: tensors in a dict, tuple or alone (only shapes and dtypes matter), a function that
-            makes them, or for presets and configurations (samples, tokens), or samples of images.
+        model: a function that builds the model, "module:function", a preset ("llama-7b"), a `transformers`
+            configuration, its file, or the name of its class.
+        batch: one rank's micro-batch: tensors in a dict, tuple or alone (only shapes and dtypes matter), a function
+            that makes them, or for presets and configurations (samples, tokens), or samples of images.
         optimizer: a function of the parameters, or a name: see `make_optimizer`.
         world_size: number of ranks.
-        device: "cuda": what the engine does on GPUs (native collectives, foreach optimizers). "cpu": what it does on CPU
-            ranks (point-to-point reductions without a buffer, up to 8 ranks).
+        device: "cuda": what the engine does on GPUs (native collectives, foreach optimizers). "cpu": what it does on
+            CPU ranks (point-to-point reductions without a buffer, up to 8 ranks).
         rank: which rank to look at.
         loss_fn: (model, batch) -> loss. None: the loss in the model's output, or the mean of the output.
         overrides: fields of a transformers configuration to change.
@@ -75,8 +76,8 @@ def estimate(
 
     Returns:
         A `Report`. Live bytes are exact up to what operators allocate and free within themselves. What a caching
-        allocator would reserve for them is in `report.extra["reserved_bytes"]`, by the rules in `allocator.py`. Attention
-        counts as torch's flash kernel does: its result and one number per row, no matrix of scores.
+        allocator would reserve for them is in `report.extra["reserved_bytes"]`, by the rules in `allocator.py`.
+        Attention counts as torch's flash kernel does: its result and one number per row, no matrix of scores.
 
     Raises:
         ConfigError: an argument that cannot work; a model whose control flow depends on the values of tensors.
@@ -87,8 +88,14 @@ def estimate(
     gpu = device == "cuda"
     origin, began = source(model, overrides), time.perf_counter()
     mesh = options.pop("device_mesh", None)
-    if mesh is None and "process_group" not in options and str(options.get("sharding_strategy", "")).startswith("hybrid"):
-        raise ConfigError("a hybrid strategy needs device_mesh=(replicas, shards) here: a simulation has no machines to ask.")
+    if (
+        mesh is None
+        and "process_group" not in options
+        and str(options.get("sharding_strategy", "")).startswith("hybrid")
+    ):
+        raise ConfigError(
+            "a hybrid strategy needs device_mesh=(replicas, shards) here: a simulation has no machines to ask."
+        )
     ledger = Ledger()
     watch = Watch(ledger, {_VALUE: _zero})
     with contextlib.ExitStack() as stack:
@@ -105,22 +112,24 @@ def estimate(
             _offload(ledger, watch, wrapped)
         trainer = Trainer(ledger, wrapped, make_optimizer(optimizer, wrapped, gpu), loss_fn, accumulate)
         trainer.run([_batch(origin, batch) for _ in range(steps)])
-        parameters, sent = _facts(wrapped)
         ledger.close()
-    extra = dict(
-        parameters=parameters, sent_bytes=sent, operators=watch.operators, seconds=time.perf_counter() - began,
-    )  # fmt: skip
-    if gpu:
-        extra["reserved_bytes"] = reserved_bytes(ledger)
     about = dict(
         model=origin.name, world_size=world_size, rank=rank, device=device, optimizer=_name(optimizer), mesh=mesh,
         accumulate=accumulate, deferred_init=deferred_init or None, torch=torch.__version__,
         options={k: _name(v) for k, v in options.items() if k != "process_group"},
     )  # fmt: skip
-    report = make(ledger, "predicted", about, extra)
+    report = _report(ledger, wrapped, watch.operators, time.perf_counter() - began, gpu, about)
     del trainer, wrapped, ledger, watch
     gc.collect()  # modules, units and hooks refer to each other; the next estimate should not have to carry them
     return report
+
+
+def _report(ledger: Ledger, model: nn.Module, operators: int, took: float, gpu: bool, about: dict[str, Any]) -> Report:
+    parameters, sent = _facts(model)
+    extra: dict[str, Any] = dict(parameters=parameters, sent_bytes=sent, operators=operators, seconds=took)
+    if gpu:
+        extra["reserved_bytes"] = reserved_bytes(ledger)
+    return make(ledger, "predicted", about, extra)
 
 
 def _build(ledger: Ledger, origin: Source, options: dict[str, Any], deferred: bool, dtype, wrap) -> nn.Module:
@@ -141,6 +150,8 @@ def _build(ledger: Ledger, origin: Source, options: dict[str, Any], deferred: bo
         ledger.label(model.parameters(), PARAMETERS)
         ledger.label(model.buffers(), BUFFERS)
     model.train()
+    if wrap is None:
+        options = {"device_id": "cpu", **options}  # else offloaded models go to the GPU, where there is one
     with ledger.allocating(PARAMETERS):
         wrapped = (wrap or auto_wrap)(model, **options)
     label_model(ledger, wrapped)
@@ -183,7 +194,9 @@ def _name(value: Any) -> Any:
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     if dataclasses.is_dataclass(value):
-        changed = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+        changed = {
+            f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default
+        }
         return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in changed.items())})"
     return getattr(value, "__name__", repr(value))
 
@@ -204,7 +217,9 @@ def _offload(ledger: Ledger, watch: Watch, model: nn.Module) -> None:
         ledger.host_phases = ("init", "step")
         ledger.to_host(PARAMETERS)
     recomputed = [o.activation_checkpointing for o in chosen if o.activation_checkpointing is not None]
-    watch.host_copies = any(o.activation_offload is not None for o in chosen) or any(c.offload_to_cpu for c in recomputed)
+    watch.host_copies = any(o.activation_offload is not None for o in chosen) or any(
+        c.offload_to_cpu for c in recomputed
+    )
 
 
 @contextlib.contextmanager
@@ -221,8 +236,8 @@ def _sentences(name: str) -> Iterator[None]:
         yield
     except asked as e:
         raise ConfigError(
-            f"{name} asks for the values of tensors ({_where(e)}: {e}), and a simulation has shapes only. Let it take one "
-            "branch while it is simulated (pass a function that builds it so), or measure a run with shardkit.profile."
+            f"{name} asks for the values of tensors ({_where(e)}: {e}), and a simulation has shapes only. Let it take "
+            "one branch while it is simulated (pass a function that builds it so), or measure a run with shardkit.profile."
         ) from e
 
 

@@ -34,8 +34,8 @@ _NEVER = 1 << 62
 
 
 class Block:
-    """One storage, from `born` to `died`. `labels`: (time, category) in order of time; `shard`: bytes of it that are this
-    rank's parameters, where they lie inside kept full parameters."""
+    """One storage, from `born` to `died`. `labels`: (time, category) in order of time; `shard`: bytes of it that are
+    this rank's parameters, where they lie inside kept full parameters."""
 
     __slots__ = ("size", "born", "died", "labels", "unit", "phase", "shard", "ref", "left")
 
@@ -240,8 +240,8 @@ class Ledger:
         return out
 
     def timeline(self, points: int = 400) -> list[dict]:
-        """At most `points` moments, evenly spread over events, each the fullest of its stretch: `time`, `phase`, `step`,
-        and bytes by category."""
+        """At most `points` moments, evenly spread over events, each the fullest of its stretch: `time`, `phase`,
+        `step`, and bytes by category."""
         deltas: dict[int, dict[str, int]] = {}
 
         def add(time: int, category: str, size: int) -> None:
@@ -260,7 +260,8 @@ class Ledger:
                     if stop < _NEVER:
                         add(stop, category, -size)
         stride = max(1, -(-(self.now + 1) // points))
-        now, best, rows = dict.fromkeys(CATEGORIES, 0), (-1, 0, {}), []
+        now, rows = dict.fromkeys(CATEGORIES, 0), []
+        best: tuple[int, int, dict[str, int]] = (-1, 0, {})
         for time in range(self.now + 1):
             for category, size in deltas.get(time, {}).items():
                 now[category] += size
@@ -275,5 +276,7 @@ class Ledger:
         for _, time, bytes_ in rows:
             while coming is not None and coming.start <= time:
                 visit, coming = coming, next(visits)
-            out.append(dict(time=time, phase=visit.phase, step=visit.step, bytes={k: v for k, v in bytes_.items() if v}))
+            out.append(
+                dict(time=time, phase=visit.phase, step=visit.step, bytes={k: v for k, v in bytes_.items() if v})
+            )
         return out

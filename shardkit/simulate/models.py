@@ -148,14 +148,18 @@ def _close(text: str, known) -> str:
 
 def _no_overrides(overrides, what: str) -> None:
     if overrides:
-        raise ConfigError(f"{', '.join(overrides)}: {what} takes no overrides; they are for transformers configurations.")
+        raise ConfigError(
+            f"{', '.join(overrides)}: {what} takes no overrides; they are for transformers configurations."
+        )
 
 
 def _transformers(text: str):
     try:
         return importlib.import_module("transformers")
     except ImportError as e:
-        raise ConfigError(f"{text!r} is built with transformers, which cannot be imported ({e}). pip install it.") from e
+        raise ConfigError(
+            f"{text!r} is built with transformers, which cannot be imported ({e}). pip install it."
+        ) from e
 
 
 def _imported(text: str) -> Callable[[], nn.Module]:

@@ -1,7 +1,8 @@
 """Where the ledger's entries come from: every operator's results, and the engine's own methods, which say what for.
 
-`Watch` is a dispatch mode: it sees what operators return, in forward, in backward and in the optimizer's step. `Observer`
-stands in front of a few methods of one sharded model's engine, on these objects alone, and takes itself away again.
+`Watch` is a dispatch mode: it sees what operators return, in forward, in backward and in the optimizer's step.
+`Observer` stands in front of a few methods of one sharded model's engine, on these objects alone, and takes itself away
+again.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Watch(TorchDispatchMode):
 
     What an operator allocates and frees within itself is not seen. `answers`: what the values of tensors are said to
     be, by operator, where there are none; NotImplemented for no answer. `in_backward`: is called before
-    every operator of a backward. `host_copies`: what the engine makes for copies of activations on the host is there, and
-    does not count.
+    every operator of a backward. `host_copies`: what the engine makes for copies of activations on the host is there,
+    and does not count.
     """
 
     def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None, in_backward: Callable | None = None):
@@ -134,7 +135,9 @@ class Observer:
         owner.__dict__[name] = function
         self._attached.append((owner, name))
 
-    def _around(self, owner: Any, name: str, category: str, unit: str | None = None, after: Callable | None = None) -> None:
+    def _around(
+        self, owner: Any, name: str, category: str, unit: str | None = None, after: Callable | None = None
+    ) -> None:
         method = getattr(owner, name)
 
         @functools.wraps(method)
@@ -205,9 +208,9 @@ def label_model(ledger: Ledger, model: nn.Module) -> None:
     """Says which memory is parameters and buffers, of which unit."""
     ledger.label(model.buffers(), BUFFERS, unit=ROOT)
     for module in model.modules():
-        unit = unit_of(module)
-        if unit is not None:
-            ledger.label(module.buffers(recurse=False), BUFFERS, unit=name_of(unit))
+        owner = unit_of(module)
+        if owner is not None:
+            ledger.label(module.buffers(recurse=False), BUFFERS, unit=name_of(owner))
     steps = steps_in(model)
     flats = [flat for step in steps for flat in step.flats]
     sharded = {p for flat in flats for p in flat.params}

@@ -1,8 +1,8 @@
 """What `transformers` asks its attention masks, answered: nothing is padded or packed.
 
 A model of transformers looks into its masks, and where nothing is masked uses the attention kernel's own causality
-instead of a mask in memory. Of a tensor without values it does not ask, as when it is traced, and builds the mask, which
-a real run does not have. While a simulation runs, it asks, and is told that all tokens are there.
+instead of a mask in memory. Of a tensor without values it does not ask, as when it is traced, and builds the mask,
+which a real run does not have. While a simulation runs, it asks, and is told that all tokens are there.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A choice and what became of it. live, reserved: bytes, None where it was not simulated. reason: why it fits or not."""
+    """A choice and what became of it. live, reserved: bytes, None where it was not simulated. reason: why it fits or
+    not."""
 
     choice: Choice
     fits: bool
@@ -106,7 +107,9 @@ class Plan:
             ]
             for r in self.rows
         ]  # fmt: skip
-        title = f"{self.model} on {self.ranks} x {self.gpu.name} ({size(self.gpu.usable)} usable each), {self.precision}"
+        title = (
+            f"{self.model} on {self.ranks} x {self.gpu.name} ({size(self.gpu.usable)} usable each), {self.precision}"
+        )
         lines = [title, "", *table(head, body, left=(0, 1, 8)), ""]
         if self.best is not None:
             return "\n".join([*lines, f"fastest that fits: {self.best.choice}", "", self.call(), "", self.yaml()])
@@ -118,11 +121,14 @@ class Plan:
             return f"{self.best.choice} fits."
         if self.smallest is None:
             return (
-                f"Nothing fits, on any number of {self.gpu.name} up to {_LARGEST}: the activations and one unit of a single "
-                "rank are too large. Use a smaller batch or sequence per rank, or GPUs with more memory."
+                f"Nothing fits, on any number of {self.gpu.name} up to {_LARGEST}: the activations and one unit of a "
+                "single rank are too large. Use a smaller batch or sequence per rank, or GPUs with more memory."
             )
         ranks, choice = self.smallest
-        return f"Nothing fits on {self.ranks} x {self.gpu.name}. The smallest cluster that would: {ranks} of them, with {choice}."
+        return (
+            f"Nothing fits on {self.ranks} x {self.gpu.name}. The smallest cluster that would: {ranks} of them, with "
+            f"{choice}."
+        )
 
     def call(self, row: Row | None = None) -> str:
         """The Python call of a row (None: the best)."""
@@ -143,7 +149,9 @@ class Plan:
         machines = max(1, self.ranks // self.gpu.node)
         notes = []
         if choice.strategy == "zero2":
-            notes.append("# Accelerate has no name for zero2, which keeps parameters between steps; this is the next one.")
+            notes.append(
+                "# Accelerate has no name for zero2, which keeps parameters between steps; this is the next one."
+            )
         if 0 < choice.recomputed < 1:
             notes.append(f"# The plan recomputes {choice.recomputed:.0%} of the blocks; Accelerate knows all or none.")
         lines = [
@@ -164,8 +172,12 @@ class Plan:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [{**dataclasses.asdict(r), "step_seconds": r.seconds.total, "settings": str(r.choice)} for r in self.rows]
-        out = dict(model=self.model, ranks=self.ranks, gpu=dataclasses.asdict(self.gpu), precision=self.precision, rows=rows)
+        rows = [
+            {**dataclasses.asdict(r), "step_seconds": r.seconds.total, "settings": str(r.choice)} for r in self.rows
+        ]
+        out = dict(
+            model=self.model, ranks=self.ranks, gpu=dataclasses.asdict(self.gpu), precision=self.precision, rows=rows
+        )
         if self.best is not None:
             return {**out, "fits": True, "call": self.call(), "yaml": self.yaml()}
         smallest = None if self.smallest is None else dict(ranks=self.smallest[0], settings=str(self.smallest[1]))
@@ -278,7 +290,15 @@ class _Search:
         phase = max((p for p in report.phases if p != "init"), key=lambda p: report.phases[p].total)
         most = sorted(report.phases[phase].categories.items(), key=lambda x: -x[1])[:2]
         why = f"peak in {phase}: " + ", ".join(f"{c} {size(n)}" for c, n in most)
-        return Row(choice, fits, time, sent, live, reserved, why if fits else f"{size(reserved - self.card.usable)} over; {why}")
+        return Row(
+            choice,
+            fits,
+            time,
+            sent,
+            live,
+            reserved,
+            why if fits else f"{size(reserved - self.card.usable)} over; {why}",
+        )
 
     def _estimate(self, choice: Choice, gpus: int):
         model = self.origin.config if self.origin.config is not None else self.origin.make
@@ -301,20 +321,29 @@ class _Search:
 
     def smallest(self, gpus: int) -> tuple[int, Choice] | None:
         """The fewest GPUs, in whole machines, on which the most frugal settings fit."""
-        choice, node = Choice("full", 1.0, True), self.card.node
-        if self._simulate(choice, gpus, *self._cost(choice, gpus)).live is None:
-            choice = Choice("full", 0.0, True)
-        low, high = gpus, max(gpus * 2, node)
+        for offload in (False, True):
+            choice = Choice("full", 1.0, offload)
+            if self._simulate(choice, gpus, *self._cost(choice, gpus)).live is None:  # nothing to checkpoint
+                choice = Choice("full", 0.0, offload)
+            found = self._fewest(choice, gpus)
+            if found is not None:
+                return found, choice
+        return None
+
+    def _fewest(self, choice: Choice, gpus: int) -> int | None:
+        """Doubles the number of machines until the choice fits, then halves the interval."""
+        node = self.card.node
+        low, high = gpus, max(2 * gpus, node)
         while not self._fits(choice, high):
-            low, high = high, high * 2
+            low, high = high, 2 * high
             if high > _LARGEST:
                 return None
         while high - low > node:
             middle = (low + high) // 2 // node * node
-            if middle in (low, high):
+            if middle <= low:
                 break
             low, high = (low, middle) if self._fits(choice, middle) else (middle, high)
-        return high, choice
+        return high
 
     def _fits(self, choice: Choice, gpus: int) -> bool:
         return self._simulate(choice, gpus, *self._cost(choice, gpus)).fits

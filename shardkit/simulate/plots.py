@@ -1,5 +1,5 @@
-"""Reports as pictures: memory over a step, stacked by category, and peaks of several reports. PNG, or one HTML page that
-holds its pictures and tables."""
+"""Reports as pictures: memory over a step, stacked by category, and peaks of several reports. PNG, or one HTML page
+that holds its pictures and tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _pyplot():
 
 
 def timeline(report: Report, limit: int | None = None):
-    """A figure: bytes by category over the events of a run, stacked; phases as bands; `limit`: a line at these bytes."""
+    """A figure: bytes by category over the events of a run, stacked; phases as bands; `limit`: a line at these
+    bytes."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(11, 5))
     rows = report.timeline
@@ -52,7 +53,9 @@ def timeline(report: Report, limit: int | None = None):
         axes.axhline(limit / 1e9, color="#c00", linewidth=1, linestyle="--", label="memory")
     axes.set(ylabel="GB alive on this rank", xlabel="allocations and frees", xlim=(times[0], times[-1]))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
-    figure.suptitle(f"{report.about.get('model')} on {report.about.get('world_size')} ranks, {report.source}", fontsize=10)
+    figure.suptitle(
+        f"{report.about.get('model')} on {report.about.get('world_size')} ranks, {report.source}", fontsize=10
+    )
     figure.tight_layout()
     return figure
 

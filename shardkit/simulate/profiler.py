@@ -1,5 +1,5 @@
-"""The same book for a run that really happens: `profile(model)` measures while it trains, `explain_oom` reads it after a
-failure."""
+"""The same book for a run that really happens: `profile(model)` measures while it trains, `explain_oom` reads it after
+a failure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class profile(contextlib.AbstractContextManager):  # noqa: N801 - used like torc
                 optim.zero_grad()
         print(prof.report)
 
-    Phases are recognised by themselves: a forward begins when the model is called, backward when autograd runs, the step
-    when the optimizer steps. On every rank the same, or on some; no communication.
+    Phases are recognised by themselves: a forward begins when the model is called, backward when autograd runs, the
+    step when the optimizer steps. On every rank the same, or on some; no communication.
 
     Live bytes are those of tensors' storages, on the device of the model's parameters. Memory from before counts where
     it is the model's, its gradients' and the optimizer's. On CUDA `report.extra` also has the allocator's peak of
@@ -96,7 +96,8 @@ class profile(contextlib.AbstractContextManager):  # noqa: N801 - used like torc
     # --------------------------------------------------------------------------------------------------- phases
 
     def _forward_begins(self, *_) -> None:
-        # Recomputation is backward's; and a forward goes on until backward begins, with the loss, or with another model.
+        # Recomputation is backward's; and a forward goes on until backward begins, with the loss, or with another
+        # model.
         if not in_backward() and self.ledger.visits[-1].phase != "forward":
             self.ledger.begin("forward", self._step)
 

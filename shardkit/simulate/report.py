@@ -81,9 +81,9 @@ class Report:
         if path.suffix == ".json":
             path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
             return
-        from . import plots
+        from .plots import save
 
-        plots.save([self], path)
+        save([self], path)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -163,7 +163,13 @@ def size(count: float) -> str:
         return "0"
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
+            return (
+                f"{count:.0f} {unit}"
+                if unit == "B"
+                else f"{count:.3g} {unit}"
+                if count < 100
+                else f"{count:.0f} {unit}"
+            )
         count /= 1000
     return f"{count:.3g} TB"
 

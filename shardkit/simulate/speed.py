@@ -75,7 +75,8 @@ class Seconds:
 
 
 def seconds(sent: Traffic, flops: float, recomputed: float, low: bool, gpu: Device) -> Seconds:
-    """flops: of one forward of one rank. recomputed: share of it that backward repeats. low: matrix products in 16 bits."""
+    """flops: of one forward of one rank. recomputed: share of it that backward repeats. low: matrix products in 16
+    bits."""
     rate = (gpu.flops if low else gpu.flops32) * ARITHMETIC
     inside = sent.shard_ranks <= gpu.node
     one_node = sent.shard_ranks * sent.replicas <= gpu.node

@@ -1,5 +1,5 @@
-"""One training loop for both: the simulated run and the measured one execute these lines, so that they differ in nothing
-but the memory behind the tensors."""
+"""One training loop for both: the simulated run and the measured one execute these lines, so that they differ in
+nothing but the memory behind the tensors."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def make_optimizer(optimizer: Optimizer, model: nn.Module, gpu: bool) -> torch.o
     known = {cls.lower(): cls for cls in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adafactor")}
     if name not in known or form not in ("", "fused", "foreach", "loop", "momentum"):
         raise ConfigError(
-            f"optimizer={optimizer!r} is not known. Use {', '.join(known)}, with -fused, -foreach or -loop, sgd-momentum, "
-            "or pass a function of the parameters."
+            f"optimizer={optimizer!r} is not known. Use {', '.join(known)}, with -fused, -foreach or -loop, "
+            "sgd-momentum, or pass a function of the parameters."
         )
     options: dict[str, Any] = dict(foreach=form == "foreach" or (gpu and form != "loop"))
     if form == "fused":
@@ -64,7 +64,9 @@ def make_optimizer(optimizer: Optimizer, model: nn.Module, gpu: bool) -> torch.o
 class Trainer:
     """Trains a wrapped model for some steps, under a ledger."""
 
-    def __init__(self, ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn=None, accumulate: int = 1):
+    def __init__(
+        self, ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn=None, accumulate: int = 1
+    ):
         self.ledger, self.model, self.optimizer = ledger, model, optimizer
         self.loss_fn = loss_fn or default_loss
         self.accumulate = accumulate

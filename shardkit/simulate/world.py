@@ -72,7 +72,8 @@ def groups(mesh: tuple[int, ...] | None):
 
 @contextlib.contextmanager
 def no_memory():
-    """Tensors made inside have a shape, a dtype and a device, but no memory; operators on them only do this arithmetic."""
+    """Tensors made inside have a shape, a dtype and a device, but no memory; operators on them only do this
+    arithmetic."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with warnings.catch_warnings():

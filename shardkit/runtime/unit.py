@@ -232,8 +232,8 @@ class Unit:
     def _keep_changes(self) -> None:
         """Writes back what the forward changed in place: `max_norm` embeddings, spectral norm, clamped weights.
 
-        A version counter tells, or memory that is no longer the buffer's (`w.data = ...`). A write through `w.data` leaves
-        no trace but the values: they are compared in a unit's first forwards, and always where they differed once.
+        A version counter tells, or memory that is no longer the buffer's (`w.data = ...`). A write through `w.data`
+        leaves no trace but the values: they are compared in a unit's first forwards, and always where they differed once.
         """
         fulls = self._fulls
         if fulls is None or torch.is_inference_mode_enabled():
@@ -378,9 +378,9 @@ class Unit:
 
 
 class Sleeper(dict):
-    """Stands in for a module's `_parameters` while its unit is open for backward, or while the root computes and may read
-    them. It holds the local parameters, for whoever lists them; whoever reads one as an attribute gets the full one, put
-    into place at that moment."""
+    """Stands in for a module's `_parameters` while its unit is open for backward, or while the root computes and may
+    read them. It holds the local parameters, for whoever lists them; whoever reads one as an attribute gets the full
+    one, put into place at that moment."""
 
     __slots__ = ("module", "unit", "real")
 

@@ -59,7 +59,9 @@ class Uneven(nn.Module):
     def __init__(self, count=4):
         super().__init__()
         self.inp, self.out = nn.Linear(5, 5), nn.Linear(5, 2)
-        self.b = nn.ModuleList(nn.Sequential(nn.Linear(5, 40 + 8 * i), nn.Tanh(), nn.Linear(40 + 8 * i, 5)) for i in range(count))
+        self.b = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 40 + 8 * i), nn.Tanh(), nn.Linear(40 + 8 * i, 5)) for i in range(count)
+        )
 
     def forward(self, x):
         x = self.inp(x)
@@ -205,7 +207,9 @@ def test_the_next_units_gather_starts_before_this_unit_computes():
         for this, before in (("b.2", "b.1"), ("b.1", "b.0")):
             assert back.index(f"gather {before}") < back.index(f"reduce {this}")
             assert back.index(f"reduce {this}") < back.index(f"reduce {before}")
-        assert [n for n in order if n.startswith("reduce")] == [f"reduce {n}" for n in ("b.3", "b.2", "b.1", "b.0", "(root)")]
+        assert [n for n in order if n.startswith("reduce")] == [
+            f"reduce {n}" for n in ("b.3", "b.2", "b.1", "b.0", "(root)")
+        ]
 
 
 def test_without_prefetch_a_unit_is_gathered_when_it_is_called():

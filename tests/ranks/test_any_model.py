@@ -18,7 +18,21 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import shardkit
 from tests.harness import ranks
 from tests.oracle import (
-    LM, Block, Net, Twins, adam, compare, data, full_params, grads, ids, lm_loss, params, seeded, sgd, square_loss,
+    LM,
+    Block,
+    Net,
+    Twins,
+    adam,
+    compare,
+    data,
+    full_params,
+    grads,
+    ids,
+    lm_loss,
+    params,
+    seeded,
+    sgd,
+    square_loss,
 )  # fmt: skip
 
 KEEPING = ["full", "zero2"]  # full parameters are dropped as soon as can be, or never; test_parity has all strategies
@@ -48,7 +62,11 @@ class Shared(nn.Module):
             blocks[2] = blocks[0]
         elif kind == "all biases":
             for b in blocks[1:]:
-                b.up.bias, b.norm.weight, b.down.weight = blocks[0].up.bias, blocks[0].norm.weight, blocks[0].down.weight
+                b.up.bias, b.norm.weight, b.down.weight = (
+                    blocks[0].up.bias,
+                    blocks[0].norm.weight,
+                    blocks[0].down.weight,
+                )
 
     def forward(self, x):
         return self.net(x)
@@ -92,7 +110,9 @@ class Borrower(nn.Module):
 @pytest.mark.parametrize("kind", ["plain", "reversed", "alone", "twice", "owner frozen bias"])
 def test_a_borrowed_weight_trains_in_any_order_of_its_units(rank, world, kind, strategy):
     optim = lambda ps: sgd([p for p in ps if p.requires_grad])  # noqa: E731
-    Twins(rank, world, lambda: Borrower(kind), policy={nn.Linear}, sharding_strategy=strategy, optim=optim).train(square_loss, 3)
+    Twins(rank, world, lambda: Borrower(kind), policy={nn.Linear}, sharding_strategy=strategy, optim=optim).train(
+        square_loss, 3
+    )
 
 
 class Direct(nn.Module):
@@ -141,7 +161,18 @@ class Ordered(nn.Module):
         return self.out(x)
 
 
-ORDERS = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3), (2, 0, 2, 1), (), (0, 0, 0), (0, 1, 2, 3), (0, 1, 2, 3), (3,), (0, 1, 2, 3)]
+ORDERS = [
+    (0, 1, 2, 3),
+    (3, 2, 1, 0),
+    (1, 3),
+    (2, 0, 2, 1),
+    (),
+    (0, 0, 0),
+    (0, 1, 2, 3),
+    (0, 1, 2, 3),
+    (3,),
+    (0, 1, 2, 3),
+]
 
 
 @ranks(2)
@@ -343,6 +374,7 @@ def test_a_frozen_model_gives_gradients_to_its_input(rank, world):
 @pytest.mark.parametrize("strategy", [*KEEPING, "none"])
 def test_parameters_that_no_rank_used_keep_no_gradient(rank, world, strategy):
     """None, as in one process, so that weight decay leaves them alone; zeros after zero_grad(set_to_none=False)."""
+
     def build():
         model = Net()
         model.unused, model.blocks[1].unused = nn.Parameter(torch.ones(3)), nn.Linear(5, 5)
@@ -363,7 +395,9 @@ def test_parameters_that_one_rank_used_get_its_share(rank, world, where):
         model.forward = _with_extra(model)
         return model
 
-    Twins(rank, world, build, policy={Block}).train(lambda m, r, s: (m(data(10 * s + r, 4, 5), r == where) ** 2).mean(), 3)
+    Twins(rank, world, build, policy={Block}).train(
+        lambda m, r, s: (m(data(10 * s + r, 4, 5), r == where) ** 2).mean(), 3
+    )
 
 
 def _with_extra(model):
@@ -413,7 +447,9 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 def test_parameters_of_any_shape_and_dtype_train(rank, world, kind):
     for strategy in ("full", "zero2") if world == 2 else ("full",):
-        twins = Twins(rank, world, lambda: nn.Sequential(Odd(ODD[kind]), Odd(ODD[kind])), policy={Odd}, sharding_strategy=strategy)
+        twins = Twins(
+            rank, world, lambda: nn.Sequential(Odd(ODD[kind]), Odd(ODD[kind])), policy={Odd}, sharding_strategy=strategy
+        )
         twins.train(square_loss, 3)
         state = shardkit.full_state_dict(twins.model)
         for name, value in twins.ref.state_dict().items():
@@ -454,7 +490,13 @@ class Dtypes(nn.Module):
 def test_many_dtypes_in_one_unit(rank, world, strategy):
     """rtol: the 16-bit parts round on both sides alike, but their gradients are rounded before or after the mean over ranks,
     which moves a bfloat16 weight by up to 2^-8 of itself and the next loss with it. Losses are compared by their gradients."""
-    twins = Twins(rank, world, lambda: nn.Sequential(Dtypes(), Dtypes(), nn.Linear(5, 2)), policy={Dtypes}, sharding_strategy=strategy)
+    twins = Twins(
+        rank,
+        world,
+        lambda: nn.Sequential(Dtypes(), Dtypes(), nn.Linear(5, 2)),
+        policy={Dtypes},
+        sharding_strategy=strategy,
+    )
     twins.train(lambda m, r, s: square_loss(m, r, s).log1p(), 1, rtol=2e-2)
     state, want = shardkit.full_state_dict(twins.model), twins.ref.state_dict()
     for name in want:
@@ -467,7 +509,9 @@ class Lists(nn.Module):
     def __init__(self):
         super().__init__()
         self.list = nn.ParameterList([torch.randn(5, 5) * 0.3, torch.randn(5), torch.tensor(0.5)])
-        self.dict = nn.ParameterDict({"a": torch.randn(5, 5) * 0.3, "b": nn.Parameter(torch.randn(3), requires_grad=False)})
+        self.dict = nn.ParameterDict(
+            {"a": torch.randn(5, 5) * 0.3, "b": nn.Parameter(torch.randn(3), requires_grad=False)}
+        )
         self.nested = nn.ModuleDict({"x": nn.ParameterList([torch.randn(5)]), "y": nn.Linear(5, 5)})
 
     def forward(self, x):
@@ -483,7 +527,9 @@ class Lists(nn.Module):
 @pytest.mark.parametrize("strategy", KEEPING)
 @pytest.mark.parametrize("policy", ["auto", {Lists}, None])
 def test_parameter_lists_and_dicts(rank, world, strategy, policy):
-    Twins(rank, world, lambda: nn.Sequential(Lists(), Lists(), nn.Linear(5, 2)), policy=policy, sharding_strategy=strategy).train(square_loss, 3)
+    Twins(
+        rank, world, lambda: nn.Sequential(Lists(), Lists(), nn.Linear(5, 2)), policy=policy, sharding_strategy=strategy
+    ).train(square_loss, 3)
 
 
 # ------------------------------------------------------------------------------------------------------- odd outputs
@@ -668,7 +714,9 @@ class Symmetric(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["old spectral", "spectral", "old weight", "weight", "orthogonal", "pruned", "random pruned", "custom"])
+@pytest.mark.parametrize(
+    "kind", ["old spectral", "spectral", "old weight", "weight", "orthogonal", "pruned", "random pruned", "custom"]
+)
 @pytest.mark.parametrize("policy", [{Block}, {nn.Linear}])
 def test_normed_parametrized_and_pruned_weights(rank, world, kind, policy):
     """Power iterations and matrix factorisations amplify rounding, alike on every rank: 10 times the tolerance."""
@@ -737,9 +785,15 @@ class Writes(nn.Module):
 @ranks(2)
 @pytest.mark.parametrize("how", ["clamp", "data", "data assigned", "row", "normalize"])
 def test_weights_written_in_forward_are_kept(rank, world, how):
-    """"row" halves at every forward; the twin runs one per rank, so it is given one rank's worth of halvings."""
+    """ "row" halves at every forward; the twin runs one per rank, so it is given one rank's worth of halvings."""
     for strategy in [*KEEPING, "none"]:
-        twins = Twins(rank, world, lambda: nn.Sequential(Writes(how), Writes(how), nn.Linear(5, 2)), policy={Writes}, sharding_strategy=strategy)
+        twins = Twins(
+            rank,
+            world,
+            lambda: nn.Sequential(Writes(how), Writes(how), nn.Linear(5, 2)),
+            policy={Writes},
+            sharding_strategy=strategy,
+        )
         for _ in range(3):
             twins.zero()
             square_loss(twins.model, rank, twins.steps).backward()
@@ -839,7 +893,9 @@ def test_sparse_gradients_are_densified(rank, world, bag, policy):
 
 
 @ranks(2)
-@pytest.mark.parametrize("options", [{}, {"kdim": 3, "vdim": 4}, {"bias": False}, {"add_bias_kv": True}, {"batch_first": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"kdim": 3, "vdim": 4}, {"bias": False}, {"add_bias_kv": True}, {"batch_first": True}]
+)
 @pytest.mark.parametrize("policy", [{nn.MultiheadAttention}, {nn.Linear}])
 def test_multihead_attention(rank, world, options, policy):
     class Attention(nn.Module):
@@ -938,7 +994,11 @@ def test_two_roots_of_a_gan(rank, world, strategy):
 class Methods(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enc, self.dec, self.scale = nn.Sequential(Block(), Block()), nn.Linear(5, 5), nn.Parameter(torch.ones(5) * 2)
+        self.enc, self.dec, self.scale = (
+            nn.Sequential(Block(), Block()),
+            nn.Linear(5, 5),
+            nn.Parameter(torch.ones(5) * 2),
+        )
 
     def encode(self, x):
         return self.enc(x) * self.scale
@@ -953,7 +1013,9 @@ class Methods(nn.Module):
 @ranks(2)
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_methods_named_in_forward_methods_find_full_parameters(rank, world, strategy):
-    twins = Twins(rank, world, Methods, policy={Block}, forward_methods=("encode", "decode"), sharding_strategy=strategy)
+    twins = Twins(
+        rank, world, Methods, policy={Block}, forward_methods=("encode", "decode"), sharding_strategy=strategy
+    )
     twins.train(lambda m, r, s: (m.decode(m.encode(data(10 * s + r, 4, 5))) ** 2).mean(), 3)
     twins.train(lambda m, r, s: (m.encode(data(10 * s + r, 4, 5)) ** 2).mean() + m(data(r, 4, 5)).mean(), 2)
     with torch.no_grad():
@@ -993,6 +1055,7 @@ def test_forward_of_a_unit_and_of_the_root_may_be_called_directly(rank, world, s
 @ranks(2)
 def test_forward_replaced_on_the_instance(rank, world):
     """What accelerate, Lightning and fairscale do: `model.forward = wrapper(model.forward)`, before or after wrapping."""
+
     def build():
         model = Net()
         forward = model.forward
@@ -1057,7 +1120,9 @@ def test_a_model_with_gradients_is_copied_with_them(rank, world):
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_an_average_of_weights_follows(rank, world, strategy):
     twins = Twins(rank, world, Net, policy={Block}, sharding_strategy=strategy)
-    average = lambda m: torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))  # noqa: E731
+    average = lambda m: torch.optim.swa_utils.AveragedModel(
+        m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )  # noqa: E731
     ema, ref = average(twins.model), average(twins.ref)
     for _ in range(3):
         twins.train(square_loss, 1)

@@ -14,7 +14,20 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import shardkit
 from tests.harness import ranks
 from tests.oracle import (
-    LM, Block, Net, Twins, compare, data, full, full_grads, full_params, grads, lm_loss, params, raises, square_loss,
+    LM,
+    Block,
+    Net,
+    Twins,
+    compare,
+    data,
+    full,
+    full_grads,
+    full_params,
+    grads,
+    lm_loss,
+    params,
+    raises,
+    square_loss,
 )  # fmt: skip
 
 KEEPING = ["full", "grad_op"]  # dropped after forward, or after backward; test_parity has all strategies
@@ -48,7 +61,11 @@ def test_autograd_grad_with_respect_to_parameters_gives_reduced_pieces(rank, wor
             for w, g in zip(want, torch.autograd.grad(lm_loss(twins.ref, r, step), list(twins.ref.parameters()))):
                 w += g / world
         names = [n for n, _ in twins.ref.named_parameters()]
-        compare("captured", {n: _whole(g, p) for n, g, p in zip(names, got, twins.model.parameters())}, dict(zip(names, want)))
+        compare(
+            "captured",
+            {n: _whole(g, p) for n, g, p in zip(names, got, twins.model.parameters())},
+            dict(zip(names, want)),
+        )
         assert all(p.grad is None for p in twins.model.parameters())
         with torch.no_grad():  # an optimizer written by hand
             for p, g in zip(twins.model.parameters(), got):
@@ -123,6 +140,7 @@ def test_gradient_penalty(rank, world, strategy, penalty_only):
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_forces_of_an_energy_model(rank, world, strategy):
     """Energy and its gradient by the input both enter the loss; the same forward serves both."""
+
     def loss(model, r, s):
         x = data(10 * s + r, 4, 5).requires_grad_()
         energy = model(x).sum(1)
@@ -266,8 +284,12 @@ def test_module_hooks_fire_and_see_full_parameters(rank, world, strategy, when):
             shape = (lambda m: tuple(m.weight.shape)) if name in ("blocks.0.up", "head") else (lambda m: ())
             module.register_forward_pre_hook(lambda m, a, n=name, f=shape: into.append((n, "pre", f(m))))
             module.register_forward_hook(lambda m, a, o, n=name, f=shape: into.append((n, "post", f(m))))
-            module.register_full_backward_hook(lambda m, gi, go, n=name: into.append((n, "back", len(gi), tuple(go[0].shape))))
-            module.register_full_backward_pre_hook(lambda m, go, n=name: into.append((n, "back pre", tuple(go[0].shape))))
+            module.register_full_backward_hook(
+                lambda m, gi, go, n=name: into.append((n, "back", len(gi), tuple(go[0].shape)))
+            )
+            module.register_full_backward_pre_hook(
+                lambda m, go, n=name: into.append((n, "back pre", tuple(go[0].shape)))
+            )
         model.blocks[1].register_forward_hook(lambda m, a, o: o * 2)
         model.blocks[2].register_forward_pre_hook(lambda m, a: (a[0] * 0.5,))
         model.blocks[1].register_full_backward_pre_hook(lambda m, go: (go[0] * 3,))
@@ -502,12 +524,16 @@ def test_wrappers_of_torch_for_activation_checkpoints(rank, world, reentrant):
     kind = cw.CheckpointImpl.REENTRANT if reentrant else cw.CheckpointImpl.NO_REENTRANT
 
     def before(model):
-        cw.apply_activation_checkpointing(model, lambda m: cw.checkpoint_wrapper(m, kind), lambda m: isinstance(m, Block))
+        cw.apply_activation_checkpointing(
+            model, lambda m: cw.checkpoint_wrapper(m, kind), lambda m: isinstance(m, Block)
+        )
         return shardkit.auto_wrap(model, policy={Block})
 
     def after(model):
         model = shardkit.auto_wrap(model, policy={Block})
-        cw.apply_activation_checkpointing(model, lambda m: cw.checkpoint_wrapper(m, kind), lambda m: isinstance(m, Block))
+        cw.apply_activation_checkpointing(
+            model, lambda m: cw.checkpoint_wrapper(m, kind), lambda m: isinstance(m, Block)
+        )
         return model
 
     for wrap in (before, after):
@@ -530,6 +556,7 @@ def _clean(named):
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_autocast_around_a_step_and_inside(rank, world, strategy):
     """bfloat16 rounds to 8 bits; both sides round the same values, in sums of another order."""
+
     def loss(model, r, s):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return square_loss(model, r, s).float()
@@ -686,6 +713,7 @@ def test_an_exception_in_an_evaluation_leaves_the_next_step_right(rank, world):
 @ranks(2)
 def test_an_early_exit_by_an_exception_that_the_model_catches(rank, world):
     """A unit whose exception its caller catches and answers with another unit, as fallbacks do."""
+
     class Fallback(nn.Module):
         def __init__(self):
             super().__init__()

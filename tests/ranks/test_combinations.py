@@ -203,7 +203,9 @@ def run_draws(rank, world, numbers):
         try:
             check(draw, rank, world)
         except Exception as error:
-            raise AssertionError(f"COMBINATION={number} (seed {SEED}): {draw}\n{type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"COMBINATION={number} (seed {SEED}): {draw}\n{type(error).__name__}: {error}"
+            ) from error
 
 
 def _numbers():

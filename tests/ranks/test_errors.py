@@ -10,7 +10,19 @@ import torch.nn as nn
 import shardkit
 from shardkit import ConfigError, OrderError, PlanMismatchError, ShardkitError, StateError
 from tests.harness import ranks, run_ranks
-from tests.oracle import Block, Net, data, full_params, mesh, params, raises, same_on_all_ranks, seeded, square_loss, Twins
+from tests.oracle import (
+    Block,
+    Net,
+    Twins,
+    data,
+    full_params,
+    mesh,
+    params,
+    raises,
+    same_on_all_ranks,
+    seeded,
+    square_loss,
+)
 
 
 def _error(kind, body, *words):
@@ -59,7 +71,12 @@ def test_models_that_differ_between_ranks(rank, world, difference):
     elif difference == "empty" and last:
         model = nn.Sequential()
     words = {"shape": ("blocks.1.up",), "dtype": ("float64",), "strategy": ("grad_op",)}
-    _error(PlanMismatchError, lambda: shardkit.auto_wrap(model, policy={Block}, **options), f"{world - 1}", *words.get(difference, ()))
+    _error(
+        PlanMismatchError,
+        lambda: shardkit.auto_wrap(model, policy={Block}, **options),
+        f"{world - 1}",
+        *words.get(difference, ()),
+    )
     shardkit.auto_wrap(seeded(Net), policy={Block})(data(rank, 2, 5)).sum().backward()
 
 
@@ -70,7 +87,9 @@ def test_weights_that_differ_between_ranks(rank, world):
         change(model)
         _error(PlanMismatchError, lambda: shardkit.auto_wrap(model, policy={Block}), "sync_module_states")
     model = seeded(Net)
-    model.blocks[1].up.weight.data.copy_(model.blocks[1].up.weight.data.flip(0) if rank else model.blocks[1].up.weight.data)
+    model.blocks[1].up.weight.data.copy_(
+        model.blocks[1].up.weight.data.flip(0) if rank else model.blocks[1].up.weight.data
+    )
     _error(PlanMismatchError, lambda: shardkit.auto_wrap(model, policy={Block}), "blocks.1.up.weight")
 
 
@@ -140,8 +159,14 @@ def test_parameters_that_cannot_be_sharded(rank, world):
 @ranks(4)
 def test_meshes_and_groups_that_do_not_fit(rank, world):
     _error(ConfigError, lambda: shardkit.auto_wrap(seeded(Net), device_mesh=mesh(2, 2, 1)), "3 dimensions")
-    _error(ConfigError, lambda: shardkit.auto_wrap(seeded(Net), device_mesh=mesh(4), process_group=dist.group.WORLD), "both")
-    _error(ConfigError, lambda: shardkit.auto_wrap(seeded(Net), device_mesh=mesh(2, 2), sharding_strategy="none"), "none")
+    _error(
+        ConfigError,
+        lambda: shardkit.auto_wrap(seeded(Net), device_mesh=mesh(4), process_group=dist.group.WORLD),
+        "both",
+    )
+    _error(
+        ConfigError, lambda: shardkit.auto_wrap(seeded(Net), device_mesh=mesh(2, 2), sharding_strategy="none"), "none"
+    )
 
 
 @ranks(4)
@@ -170,7 +195,11 @@ def test_without_a_process_group():
 @ranks(2)
 def test_state_asked_for_during_a_forward(rank, world):
     model = shardkit.auto_wrap(seeded(Net), policy={Block})
-    for ask in (model.state_dict, lambda: shardkit.full_state_dict(model), lambda: model.summon_full_params().__enter__()):
+    for ask in (
+        model.state_dict,
+        lambda: shardkit.full_state_dict(model),
+        lambda: model.summon_full_params().__enter__(),
+    ):
         handle = model.blocks[1].register_forward_hook(lambda *_, ask=ask: ask() and None)
         _error(StateError, lambda: model(data(rank, 2, 5)), "forward")
         handle.remove()

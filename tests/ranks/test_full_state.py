@@ -13,7 +13,22 @@ import shardkit
 from shardkit import LocalShard
 from tests.harness import ranks, run_ranks
 from tests.oracle import (
-    HYBRIDS, LM, RTOL, STRATEGIES, Block, Net, Twins, compare, data, full_params, lm_loss, mesh, params, seeded, sgd, square_loss,
+    HYBRIDS,
+    LM,
+    RTOL,
+    STRATEGIES,
+    Block,
+    Net,
+    Twins,
+    compare,
+    data,
+    full_params,
+    lm_loss,
+    mesh,
+    params,
+    seeded,
+    sgd,
+    square_loss,
 )  # fmt: skip
 
 OPTIMIZERS = {
@@ -36,7 +51,11 @@ ADAPTIVE = 2e-3  # adaptive steps divide noise by noise where a gradient is near
 class Odd(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lin, self.scalar, self.empty = nn.Linear(5, 5), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+        self.lin, self.scalar, self.empty = (
+            nn.Linear(5, 5),
+            nn.Parameter(torch.tensor(0.5)),
+            nn.Parameter(torch.zeros(0, 3)),
+        )
         self.tied = self.lin.bias
         self.register_buffer("kept", torch.arange(3.0))
         self.register_buffer("gone", torch.ones(2), persistent=False)
@@ -155,7 +174,9 @@ def test_summoned_parameters_are_whole_and_changes_are_kept_if_asked(rank, world
     objects = list(twins.model.parameters())
     with twins.model.summon_full_params(writeback=writeback):
         assert all(a is b for a, b in zip(twins.model.parameters(), objects, strict=True))
-        compare("summoned", {n: p.detach().clone() for n, p in twins.model.named_parameters()}, params(twins.ref), 5 * RTOL)
+        compare(
+            "summoned", {n: p.detach().clone() for n, p in twins.model.named_parameters()}, params(twins.ref), 5 * RTOL
+        )
         with torch.no_grad():
             twins.model.emb.weight.mul_(2)
             twins.model.blocks[0].up.weight.data.add_(1)
@@ -327,7 +348,9 @@ def test_groups_are_found_by_their_parameters_in_any_order(rank, world):
 @ranks(4)
 @pytest.mark.parametrize("strategy", HYBRIDS)
 def test_states_on_a_hybrid_mesh(rank, world, strategy):
-    twins = Twins(rank, world, Net, policy={Block}, sharding_strategy=strategy, device_mesh=mesh(2, 2)).train(square_loss, 2)
+    twins = Twins(rank, world, Net, policy={Block}, sharding_strategy=strategy, device_mesh=mesh(2, 2)).train(
+        square_loss, 2
+    )
     compare("state", dict(shardkit.full_state_dict(twins.model)), dict(twins.ref.state_dict()), 5 * RTOL)
     optim = shardkit.full_optim_state_dict(twins.model, twins.optim)
     for n, s in _named_state(twins.ref, twins.ref_optim).items():
@@ -342,7 +365,9 @@ def test_the_state_of_a_model_with_unused_and_frozen_parameters(rank, world):
         model.blocks[0].requires_grad_(False)
         return model
 
-    twins = Twins(rank, world, build, policy={Block}, optim=lambda ps: torch.optim.Adam([p for p in ps if p.requires_grad]))
+    twins = Twins(
+        rank, world, build, policy={Block}, optim=lambda ps: torch.optim.Adam([p for p in ps if p.requires_grad])
+    )
     twins.zero(), twins.backward(square_loss), twins.update()
     state = shardkit.full_optim_state_dict(twins.model, twins.optim)
     assert set(state["state"]) == {n for n, s in _named_state(twins.ref, twins.ref_optim).items() if s}
@@ -441,6 +466,7 @@ def test_tasks_of_an_ordinary_loop_around_parameters(rank, world, strategy):
     """parameters(), named_parameters(), requires_grad_, zero_grad, and lbfgs-like re-evaluation within a step."""
     twins = Twins(rank, world, Net, policy={Block}, sharding_strategy=strategy)
     for m, o, which in ((twins.model, twins.optim, [rank]), (twins.ref, twins.ref_optim, range(world))):
+
         def closure(m=m, o=o, which=which):
             o.zero_grad()
             total = 0.0
@@ -459,7 +485,9 @@ def test_tasks_of_an_ordinary_loop_around_parameters(rank, world, strategy):
 @ranks(2)
 def test_lbfgs_is_refused_or_right(rank, world):
     """LBFGS takes inner products over all parameters: on pieces they would be local, and ranks would go apart."""
-    twins = Twins(rank, world, lambda: Net(blocks=1), policy={Block}, optim=lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3))
+    twins = Twins(
+        rank, world, lambda: Net(blocks=1), policy={Block}, optim=lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3)
+    )
 
     def closure(m, o, which):
         def run():

@@ -14,8 +14,23 @@ import shardkit
 from shardkit import LocalShard
 from tests.harness import ranks
 from tests.oracle import (
-    HYBRIDS, LM, STRATEGIES, Block, Net, Twins, compare, data, full, full_grads, grads, lm_loss, mesh, raises,
-    same_on_all_ranks, sgd, square_loss,
+    HYBRIDS,
+    LM,
+    STRATEGIES,
+    Block,
+    Net,
+    Twins,
+    compare,
+    data,
+    full,
+    full_grads,
+    grads,
+    lm_loss,
+    mesh,
+    raises,
+    same_on_all_ranks,
+    sgd,
+    square_loss,
 )  # fmt: skip
 
 INF = float("inf")
@@ -44,7 +59,11 @@ def test_clip_grad_norm_of_torch_clips_the_whole_gradient(rank, world, strategy,
         assert same_on_all_ranks(float(got)) and got.dim() == 0
         torch.nn.utils.clip_grad_norm_(twins.ref.parameters(), 0.3 * want, norm_type=p)
         twins.check_grads(rtol=1e-5)
-        _near(torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 1e9, norm_type=p, foreach=foreach), 0.3 * want, 1e-3)
+        _near(
+            torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 1e9, norm_type=p, foreach=foreach),
+            0.3 * want,
+            1e-3,
+        )
         twins.update()
         twins.check_weights(rtol=2e-5)
 
@@ -104,7 +123,10 @@ def test_an_infinite_gradient_on_one_rank_is_an_error_on_all_where_asked(rank, w
     if rank == 0:
         grad = next(p.grad for p in model.parameters() if p.grad.numel())
         grad.view(-1)[0] = INF
-    error = raises(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True, foreach=foreach))
+    error = raises(
+        RuntimeError,
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True, foreach=foreach),
+    )
     assert "non-finite" in str(error)
 
 
@@ -112,6 +134,7 @@ def test_an_infinite_gradient_on_one_rank_is_an_error_on_all_where_asked(rank, w
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_norms_where_most_ranks_hold_nothing(rank, world, foreach):
     """One trained bias: it lies on one rank, the others' pieces are empty."""
+
     def build():
         model = Net()
         model.requires_grad_(False), model.head.bias.requires_grad_(True)

@@ -40,7 +40,9 @@ def test_training_with_parameters_on_neighbours_equals_one_process(rank, world, 
 
 @ranks(4)
 def test_a_number_of_neighbours_that_does_not_divide_the_group_is_refused(rank, world):
-    with pytest.raises(shardkit.ConfigError, match=r"reshard_after_forward=3 does not divide the 4 ranks .* \[1, 2, 4\]"):
+    with pytest.raises(
+        shardkit.ConfigError, match=r"reshard_after_forward=3 does not divide the 4 ranks .* \[1, 2, 4\]"
+    ):
         shardkit.auto_wrap(layers(), reshard_after_forward=3)
 
 

@@ -59,7 +59,9 @@ ROUTES = {
     "same, then apart, then same": lambda r, s: [0, 1, 2, 3] if s // 3 % 2 == 0 else [(r + s) % 4, 2],
     "apart at every fifth": lambda r, s: [r % 4] if s % 5 == 4 else [0, 1, 2],
     "changing together": lambda r, s: [s % 4, (s + 1) % 4],
-    "random": lambda r, s: torch.randint(0, 4, (int(1 + (7 * s + 3 * r) % 4),), generator=torch.Generator().manual_seed(31 * s + r)).tolist(),
+    "random": lambda r, s: torch.randint(
+        0, 4, (int(1 + (7 * s + 3 * r) % 4),), generator=torch.Generator().manual_seed(31 * s + r)
+    ).tolist(),
 }
 
 
@@ -109,6 +111,7 @@ def test_different_experts_with_accumulation(rank, world, route, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_tower_that_some_ranks_skip(rank, world, strategy):
     """Text and pictures: in every third step only the last rank has a picture, in others nobody, or all."""
+
     class Towers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -129,6 +132,7 @@ def test_a_tower_that_some_ranks_skip(rank, world, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parts_that_only_the_backward_of_some_ranks_reaches(rank, world, strategy):
     """All ranks run all of the forward; what enters the loss differs."""
+
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -155,6 +159,7 @@ def test_forwards_of_submodules_that_differ_between_ranks(rank, world):
 @ranks(2, 4)
 def test_a_loss_that_no_parameter_reaches_on_one_rank(rank, world):
     """A rank without a valid sample returns zero times something, so that it still runs backward."""
+
     def loss(m, r, s):
         y = m(data(100 * s + r, 4, 5), route=[0, 1])
         return y.sum() * 0 if (r + s) % world == 0 else (y**2).mean()
@@ -190,7 +195,9 @@ def test_evaluation_with_different_experts_and_different_numbers_of_them(rank, w
 def test_the_gradient_of_captured_parameters_with_different_experts(rank, world, route):
     twins = Twins(rank, world, Experts, policy={Expert})
     for s in range(4):
-        got = torch.autograd.grad(_loss(ROUTES[route])(twins.model, rank, s), [twins.model.inp.weight, twins.model.out.bias])
+        got = torch.autograd.grad(
+            _loss(ROUTES[route])(twins.model, rank, s), [twins.model.inp.weight, twins.model.out.bias]
+        )
         want = [0, 0]
         for r in range(world):
             g = torch.autograd.grad(_loss(ROUTES[route])(twins.ref, r, s), [twins.ref.inp.weight, twins.ref.out.bias])

@@ -9,7 +9,7 @@ import torch
 
 import shardkit
 from tests.harness import ranks
-from tests.oracle import HYBRIDS, STRATEGIES, LM, Block, Net, Twins, ids, lm_loss, mesh, sgd, square_loss
+from tests.oracle import HYBRIDS, LM, STRATEGIES, Block, Net, Twins, ids, lm_loss, mesh, sgd, square_loss
 
 # -------------------------------------------------------------------------------------------------- plain models
 
@@ -78,6 +78,7 @@ def test_accumulation_equals_the_concatenated_batch(rank, world, strategy, synce
     for step in range(3):
         twins.zero(set_to_none=step % 2 == 0)
         for micro in range(3):
+
             def loss(model, r, s):
                 return square_loss(model, r, 10 * s + micro) / 3
 
@@ -213,7 +214,9 @@ def test_a_transformers_model_trains_alike_under_a_hybrid(rank, world, name, str
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("strategy", ["full"])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_checkpointing_of_a_transformers_model_trains_as_in_one_process(rank, world, name, strategy, reentrant):
+def test_gradient_checkpointing_of_a_transformers_model_trains_as_in_one_process(
+    rank, world, name, strategy, reentrant
+):
     """The twin checkpoints, too: a reentrant checkpoint loses the gradient of Mixtral's collected router logits there as
     well (transformers records them in the forward without grad mode)."""
     kwargs = {"use_reentrant": reentrant}

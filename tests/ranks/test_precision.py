@@ -115,7 +115,9 @@ def test_offloaded_training_equals_training_on_the_device(rank, world, accumulat
 @ranks(2)
 def test_fp16_with_a_gradient_scaler_trains_and_an_overflow_on_one_rank_skips_the_step_everywhere(rank, world):
     torch.manual_seed(0)
-    model = shardkit.auto_wrap(Net(), policy={Block}, mixed_precision=shardkit.MixedPrecision(param_dtype=torch.float16))
+    model = shardkit.auto_wrap(
+        Net(), policy={Block}, mixed_precision=shardkit.MixedPrecision(param_dtype=torch.float16)
+    )
     optim, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=256.0)
     before = copy.deepcopy(shardkit.full_state_dict(model))
 

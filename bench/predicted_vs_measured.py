@@ -25,6 +25,7 @@ import torch.nn as nn  # noqa: E402
 from peak_memory import CpuMeter, settled_collectives  # noqa: E402
 
 STEPS = 4
+PHASES = ("forward", "backward", "step")
 
 
 def toy() -> nn.Module:
@@ -131,16 +132,18 @@ def measure(name: str, options: dict) -> dict[str, int]:
             for micro in range(accumulate):
                 last = micro == accumulate - 1
                 with model.no_sync() if not last else contextlib.nullcontext():
-                    with meter.phase("forward"):
+                    with meter.phase(f"forward {micro}"):
                         loss = default_loss(model, batch)
-                    with meter.phase("backward"):
+                    with meter.phase(f"backward {micro}"):
                         loss.backward()
-            with meter.phase("step"):
+            with meter.phase("step 0"):
                 optim.step()
             optim.zero_grad()
             del loss
     spans = meter.spans()
-    return {phase: spans[phase]["peak"] - spans["before"]["start"] for phase in ("forward", "backward", "step")}
+    base = spans["before"]["start"]
+    peaks = {phase: [s["peak"] - base for name, s in spans.items() if name.startswith(phase)] for phase in PHASES}
+    return {phase: max(of_micro_batches) for phase, of_micro_batches in peaks.items()}
 
 
 def worker(args, device) -> dict:
@@ -152,7 +155,7 @@ def predict(name: str, options: dict, world: int) -> dict[str, int]:
     import shardkit
 
     report = shardkit.estimate(MODELS[name], BATCHES[name], world_size=world, device="cpu", **options)
-    return {phase: report.phases[phase].total for phase in ("forward", "backward", "step")}
+    return {phase: report.phases[phase].total for phase in PHASES}
 
 
 def compare(measured: dict[str, dict[str, int]], world: int) -> list[dict]:

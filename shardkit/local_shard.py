@@ -379,7 +379,8 @@ def _moved(func):
 # Functions whose result for a piece is that piece of the result.
 _POINTWISE = frozenset(
     "mul add sub div true_divide neg abs clamp clip nan_to_num float double half bfloat16 lerp addcmul addcdiv pow "
-    "sqrt square sign rsub __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__ __pow__".split()
+    "sqrt square sign rsub __mul__ __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__ __abs__ "
+    "__pow__".split()
 )
 
 _FLATTENING = frozenset("view reshape flatten ravel".split())

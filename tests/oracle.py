@@ -1,7 +1,8 @@
 """The oracle of the engine's tests: the unwrapped model, trained in one process on what all ranks see.
 
     twins = Twins(rank, world, build, policy={Block})     # build() twice from the same seed; one of them is wrapped
-    twins.train(loss, steps=5)                            # loss(model, rank, step): each rank's own; the twin takes the mean
+    twins.train(loss, steps=5)                            # loss(model, rank, step): each rank's own; the twin takes
+                                                          # the mean
     twins.check_weights()
 
 The twin never communicates and shares no code with the engine, so a fault of the engine cannot correct itself.
@@ -11,8 +12,8 @@ Tolerance: gradients and weights are float32 sums of the same terms in another o
 against all at once). Each term carries half an ulp, 6e-8 of the largest; sums of the few hundred terms here stay within
 ten such ulps of it, so errors are measured against the largest element of a tensor, not against each (an element that
 cancels to 1e-7 of its terms is noise in both runs), and RTOL is 1e-6. A tensor whose whole value is a cancellation (the
-gradient of a key's bias in attention is zero in exact arithmetic) is measured against the largest gradient in the model.
-Faults of sharding are of order one: a lost rank, a doubled use, a stale weight.
+gradient of a key's bias in attention is zero in exact arithmetic) is measured against the largest gradient in the
+model. Faults of sharding are of order one: a lost rank, a doubled use, a stale weight.
 """
 
 import functools
@@ -136,7 +137,8 @@ def compare(what, got, want, rtol=RTOL):
         error = (g.to(wide) - w.to(wide)).abs().max().item()
         scale = max(w.abs().max().item(), CANCELLED * largest)
         assert error <= rtol * scale, (
-            f"{what} {name}: largest error {error:.3g}, {error / max(scale, 1e-300):.3g} of the largest element {scale:.3g}"
+            f"{what} {name}: largest error {error:.3g}, "
+            f"{error / max(scale, 1e-300):.3g} of the largest element {scale:.3g}"
         )
 
 

@@ -141,7 +141,8 @@ class Order:
         if again:
             raise OrderError(
                 f"torch.autograd.grad asked for gradients of flat parameter {again[0][1]} at different times on "
-                "different ranks, which use their units in different orders; a part of it was handed out already. Use backward()."
+                "different ranks, which use their units in different orders; a part of it was handed out already. "
+                "Use backward()."
             )
         self._torn.update(w[1:] for w in captures)
         return captures

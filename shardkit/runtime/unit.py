@@ -233,7 +233,8 @@ class Unit:
         """Writes back what the forward changed in place: `max_norm` embeddings, spectral norm, clamped weights.
 
         A version counter tells, or memory that is no longer the buffer's (`w.data = ...`). A write through `w.data`
-        leaves no trace but the values: they are compared in a unit's first forwards, and always where they differed once.
+        leaves no trace but the values: they are compared in a unit's first forwards, and always where they
+        differed once.
         """
         fulls = self._fulls
         if fulls is None or torch.is_inference_mode_enabled():

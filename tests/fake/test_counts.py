@@ -1,8 +1,8 @@
 """Collectives of one step, counted in one process with torch's fake process group, at any world size.
 
 The formula: with parameters P (bytes, padding included), "full" moves 3 P (N-1)/N per rank and step: gathered in
-forward, gathered in backward, reduced. Less what backward finds still there (the root's own parameters, and the unit that
-ran last in forward), and what backward can do without (a unit of embeddings only).
+forward, gathered in backward, reduced. Less what backward finds still there (the root's own parameters, and the unit
+that ran last in forward), and what backward can do without (a unit of embeddings only).
 """
 
 import contextlib

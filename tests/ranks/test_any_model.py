@@ -1,4 +1,5 @@
-"""Models of every make train as in one process: shared, frozen and odd parameters, odd outputs, weights changed in forward.
+"""Models of every make train as in one process: shared, frozen and odd parameters, odd outputs, weights changed in
+forward.
 
 What autograd is asked for in unusual ways (hooks, checkpoints, partial and double backward) is in
 test_any_model_autograd.py. The oracle and its tolerance: tests/oracle.py.
@@ -182,7 +183,7 @@ def test_units_may_run_in_a_different_order_each_step(rank, world, strategy):
     for order in ORDERS:
         twins.check_output(data(5, 2, 5), order[::-1])
         # optimizers skip what no rank used, and so does the twin's
-        twins.train(lambda m, r, s: (m(data(10 * s + r, 4, 5), order) ** 2).mean(), 1)
+        twins.train(lambda m, r, s, order=order: (m(data(10 * s + r, 4, 5), order) ** 2).mean(), 1)
 
 
 @ranks(2)
@@ -488,8 +489,9 @@ class Dtypes(nn.Module):
 @ranks(2, 4)
 @pytest.mark.parametrize("strategy", [*KEEPING, "none", "zero1"])
 def test_many_dtypes_in_one_unit(rank, world, strategy):
-    """rtol: the 16-bit parts round on both sides alike, but their gradients are rounded before or after the mean over ranks,
-    which moves a bfloat16 weight by up to 2^-8 of itself and the next loss with it. Losses are compared by their gradients."""
+    """rtol: the 16-bit parts round on both sides alike, but their gradients are rounded before or after the mean over
+    ranks, which moves a bfloat16 weight by up to 2^-8 of itself and the next loss with it. Losses are compared by their
+    gradients."""
     twins = Twins(
         rank,
         world,
@@ -722,7 +724,8 @@ def test_normed_parametrized_and_pruned_weights(rank, world, kind, policy):
     """Power iterations and matrix factorisations amplify rounding, alike on every rank: 10 times the tolerance."""
     for strategy in ("full", "zero2"):
         twins = Twins(rank, world, _spectral(kind), policy=policy, sharding_strategy=strategy)
-        # spectral norm takes a power iteration per forward, and the twin runs forward once a rank: buffers are set alike
+        # spectral norm takes a power iteration per forward, and the twin runs forward once a rank: buffers are set
+        # alike
         for _ in range(3):
             buffers = {n: b.clone() for n, b in twins.model.named_buffers()}
             twins.zero()
@@ -971,7 +974,7 @@ def test_two_roots_of_a_gan(rank, world, strategy):
     for s in range(4):
         for t in gan:
             t.zero()
-        fake = lambda side, r: getattr(generator, side)(data(10 * s + r, 4, 5))  # noqa: E731
+        fake = lambda side, r, s=s: getattr(generator, side)(data(10 * s + r, 4, 5))  # noqa: E731
         score = lambda side, x: getattr(critic, side)(x).tanh().mean()  # noqa: E731
         (score("model", fake("model", rank).detach()) - score("model", data(70 + s + rank, 4, 5))).backward()
         for r in range(world):
@@ -1054,7 +1057,8 @@ def test_forward_of_a_unit_and_of_the_root_may_be_called_directly(rank, world, s
 
 @ranks(2)
 def test_forward_replaced_on_the_instance(rank, world):
-    """What accelerate, Lightning and fairscale do: `model.forward = wrapper(model.forward)`, before or after wrapping."""
+    """What accelerate, Lightning and fairscale do: `model.forward = wrapper(model.forward)`, before or after
+    wrapping."""
 
     def build():
         model = Net()
@@ -1120,9 +1124,10 @@ def test_a_model_with_gradients_is_copied_with_them(rank, world):
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_an_average_of_weights_follows(rank, world, strategy):
     twins = Twins(rank, world, Net, policy={Block}, sharding_strategy=strategy)
-    average = lambda m: torch.optim.swa_utils.AveragedModel(
-        m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )  # noqa: E731
+
+    def average(m):
+        return torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+
     ema, ref = average(twins.model), average(twins.ref)
     for _ in range(3):
         twins.train(square_loss, 1)
@@ -1220,7 +1225,7 @@ def test_a_model_wrapped_under_no_grad_trains(rank, world):
 @ranks(2)
 def test_many_models_can_live_and_die(rank, world):
     for k in range(12):
-        twins = Twins(rank, world, lambda: Net(blocks=1 + k % 3), policy={Block}, seed=k).train(square_loss, 1)
+        twins = Twins(rank, world, lambda k=k: Net(blocks=1 + k % 3), policy={Block}, seed=k).train(square_loss, 1)
         if k % 3 == 0:
             keep = twins
     keep.train(square_loss, 1)

@@ -383,7 +383,9 @@ def test_saved_tensor_hooks_of_the_user_apply_to_activations_alone(rank, world, 
     for _ in range(2):
         twins.zero()
         packed = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, packed=packed: packed.append(t) or t.clone(), lambda t: t
+        ):
             loss = square_loss(twins.model, rank, twins.steps)
         assert packed
         loss.backward()
@@ -495,7 +497,7 @@ def test_a_checkpointed_model_with_frozen_units(rank, world, where):
         return model
 
     for reentrant in (True, False):
-        Twins(rank, world, lambda: build(reentrant), policy={Inner}).train(_seeded_loss, 2)
+        Twins(rank, world, lambda reentrant=reentrant: build(reentrant), policy={Inner}).train(_seeded_loss, 2)
 
 
 @ranks(2)

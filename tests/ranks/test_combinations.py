@@ -1,7 +1,7 @@
 """The product of the features: drawn combinations, each against single-process training of the unwrapped model.
 
-A draw names everything about a run: strategy, precision, where and how activations are recomputed, offload, accumulation,
-frozen parts, tied weights, compiled blocks, wrapping. The seed is printed with a failure; one draw again:
+A draw names everything about a run: strategy, precision, where and how activations are recomputed, offload,
+accumulation, frozen parts, tied weights, compiled blocks, wrapping. The seed is printed with a failure; one draw again:
 
     COMBINATION=17 python -m pytest -q tests/ranks/test_combinations.py
 """

@@ -45,7 +45,7 @@ def test_wrapping_twice(rank, world):
 def test_wrapping_a_part_of_a_wrapped_model(rank, world):
     model = shardkit.auto_wrap(seeded(Net), policy={Block})
     for part in (model.blocks[0].up, model.blocks[0], model.head):
-        _error(ConfigError, lambda: shardkit.auto_wrap(part), "already")
+        _error(ConfigError, lambda part=part: shardkit.auto_wrap(part), "already")
     _error(ConfigError, lambda: shardkit.auto_wrap(nn.Sequential(model.head, nn.Linear(3, 3))), "already")
     square_loss(model, rank, 0).backward()
 
@@ -85,7 +85,7 @@ def test_weights_that_differ_between_ranks(rank, world):
     for change in (lambda m: m.head.bias.data.add_(rank), lambda m: m.blocks[2].up.weight.data[0].mul_(1 + rank)):
         model = seeded(Net)
         change(model)
-        _error(PlanMismatchError, lambda: shardkit.auto_wrap(model, policy={Block}), "sync_module_states")
+        _error(PlanMismatchError, lambda model=model: shardkit.auto_wrap(model, policy={Block}), "sync_module_states")
     model = seeded(Net)
     model.blocks[1].up.weight.data.copy_(
         model.blocks[1].up.weight.data.flip(0) if rank else model.blocks[1].up.weight.data
@@ -143,8 +143,8 @@ def test_bad_options(rank, world, options, words):
 @ranks(2)
 def test_things_that_are_no_modules(rank, world):
     for thing in (None, nn.Linear, [nn.Linear(2, 2)], torch.ones(2), lambda x: x):
-        _error(ConfigError, lambda: shardkit.auto_wrap(thing), "nn.Module")
-        _error(ConfigError, lambda: shardkit.FullyShardedDataParallel(thing), "nn.Module")
+        _error(ConfigError, lambda thing=thing: shardkit.auto_wrap(thing), "nn.Module")
+        _error(ConfigError, lambda thing=thing: shardkit.FullyShardedDataParallel(thing), "nn.Module")
 
 
 @ranks(2)

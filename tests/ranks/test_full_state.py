@@ -1,4 +1,5 @@
-"""Whole weights and whole optimizer states go out and come in, under the bare model's names, for any wrapping and world.
+"""Whole weights and whole optimizer states go out and come in, under the bare model's names, for any wrapping and
+world.
 
 The oracle: the bare model's own state dict and its optimizer's state; and uninterrupted training.
 """
@@ -253,7 +254,7 @@ def test_the_full_state_of_an_optimizer_is_that_of_one_process(rank, world, name
                 assert got == value
     (group,) = state["param_groups"]
     assert group["params"] == [n for n, _ in twins.ref.named_parameters()]
-    assert {k for k in group} == set(twins.ref_optim.state_dict()["param_groups"][0])
+    assert set(group) == set(twins.ref_optim.state_dict()["param_groups"][0])
 
 
 @ranks(2)
@@ -451,8 +452,14 @@ def test_weights_written_between_steps_are_used_in_the_next(rank, world, strateg
                 for p in m.parameters():
                     change(p)
 
-    for change in (lambda p: p.mul_(0.9), lambda p: p.data.mul_(0.8), lambda p: nn.init.constant_(p, 0.1),
-                   lambda p: p.data.add_(0.05), lambda p: p.detach().mul_(0.9), lambda p: setattr(p, "data", p.data * 0.7)):  # fmt: skip
+    for change in (
+        lambda p: p.mul_(0.9),
+        lambda p: p.data.mul_(0.8),
+        lambda p: nn.init.constant_(p, 0.1),
+        lambda p: p.data.add_(0.05),
+        lambda p: p.detach().mul_(0.9),
+        lambda p: setattr(p, "data", p.data * 0.7),
+    ):
         twins.train(square_loss, 1)
         everywhere(change)
         twins.train(square_loss, 1)  # in training mode throughout
@@ -493,7 +500,7 @@ def test_lbfgs_is_refused_or_right(rank, world):
         def run():
             o.zero_grad()
             total = 0.0
-            for r in which:
+            for _ in which:
                 loss = square_loss(m, 0, 0) / len(which)  # the same loss on all ranks, so that decisions on it agree
                 loss.backward()
                 total = total + loss.detach()

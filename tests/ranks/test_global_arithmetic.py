@@ -1,4 +1,5 @@
-"""Plain PyTorch code that asks about the whole gradient gets the whole answer: norms, clipping, scaling; and LocalShard.
+"""Plain PyTorch code that asks about the whole gradient gets the whole answer: norms, clipping, scaling; and
+LocalShard.
 
 The expected norm is computed from the twin's gradients by torch, in one process.
 """

@@ -1,4 +1,5 @@
-"""Gradients and weights equal single-process training: every strategy, 2 and 4 ranks, hand-written and `transformers` models.
+"""Gradients and weights equal single-process training: every strategy, 2 and 4 ranks, hand-written and `transformers`
+models.
 
 The oracle and the reason for its tolerance are in tests/oracle.py. Five optimizer steps each, gradients compared at
 every one; each rank has a batch of its own.
@@ -79,7 +80,7 @@ def test_accumulation_equals_the_concatenated_batch(rank, world, strategy, synce
         twins.zero(set_to_none=step % 2 == 0)
         for micro in range(3):
 
-            def loss(model, r, s):
+            def loss(model, r, s, micro=micro):
                 return square_loss(model, r, 10 * s + micro) / 3
 
             if synced_last and micro < 2:
@@ -217,8 +218,8 @@ def test_a_transformers_model_trains_alike_under_a_hybrid(rank, world, name, str
 def test_gradient_checkpointing_of_a_transformers_model_trains_as_in_one_process(
     rank, world, name, strategy, reentrant
 ):
-    """The twin checkpoints, too: a reentrant checkpoint loses the gradient of Mixtral's collected router logits there as
-    well (transformers records them in the forward without grad mode)."""
+    """The twin checkpoints, too: a reentrant checkpoint loses the gradient of Mixtral's collected router logits there
+    as well (transformers records them in the forward without grad mode)."""
     kwargs = {"use_reentrant": reentrant}
 
     def build():

@@ -126,7 +126,7 @@ def measure(name: str, options: dict) -> dict[str, int]:
         torch.manual_seed(0)
         model = MODELS[name]().train()
         model = shardkit.auto_wrap(model, **_checked(options))
-        optim, batches = make_optimizer(optimizer, model, gpu=False), [BATCHES[name]() for _ in range(STEPS)]
+        optim, batches = make_optimizer(optimizer, model, gpu=False), [BATCHES[name]()] * STEPS
         for batch in batches:
             loss = None
             for micro in range(accumulate):

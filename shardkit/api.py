@@ -61,7 +61,7 @@ class FullyShardedDataParallel(Managed):
         return _wrap(module, policy, process_group, options, single=policy is None)
 
     def __init__(self, *args, **kwargs):
-        if args and args[0] is self:
+        if (args and args[0] is self) or kwargs.get("module") is self:
             return  # Python initialises what __new__ returned; the module is initialised already
         super().__init__(*args, **kwargs)
 
@@ -96,7 +96,7 @@ class FullyShardedDataParallel(Managed):
         the others until all are there: zeros to their gradients (still divided by all ranks), and the same optimizer
         steps on its shards. Optimizers are noticed when they first step; pass those of ranks that may have no batch.
 
-        Gradient clipping inside is possible only while all ranks have batches.
+        Clipping and gradient scaling inside are refused once a rank has left.
         """
         return join(self._shardkit_step, optimizers)
 

@@ -112,6 +112,7 @@ class Group:
         self.rank = pg.rank() if pg is not None else 0
         self.ranks = dist.get_process_group_ranks(pg) if pg is not None else [dist.get_rank()]
         self.backend = dist.get_backend(pg) if pg is not None else "none"
+        self.absent = False  # inside join(): some rank has no more batches, and answers to requests only
         self.peers = [r for r in range(self.size) if r != self.rank]
         self.direct = "gloo" in self.backend and self.size <= FAST_GLOO_RANKS
         # False for a backend that moves nothing, such as "fake", or the simulator's "fake_gloo" and "fake_nccl"

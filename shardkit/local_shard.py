@@ -257,6 +257,7 @@ def _whole_norms(tensors: list[torch.Tensor], p: float) -> list[torch.Tensor]:
         else:
             out[i] = torch.linalg.vector_norm(t, p)
     for group, where in by_group.items():
+        _check_present(group)
         powers = [_powers(tensors[i].to_local(), p) for i in where]  # type: ignore[attr-defined]
         wide = torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else torch.float32
         parts = torch.stack([t.to(wide) for t in powers])
@@ -270,6 +271,14 @@ def _whole_norms(tensors: list[torch.Tensor], p: float) -> list[torch.Tensor]:
             dtype = tensors[i].dtype
             out[i] = norm.to(dtype.to_real() if dtype.is_complex else dtype)
     return out  # type: ignore[return-value]
+
+
+def _check_present(group: Group) -> None:
+    if group.absent:
+        raise StateError(
+            "inside join(), a rank has run out of batches, and cannot add its pieces to a norm or a finite check. Clip, "
+            "and scale, before ranks differ; or give all ranks equally many batches."
+        )
 
 
 class _PendingNorm(torch.Tensor):
@@ -350,6 +359,7 @@ def _unscale(grads, found_inf, inv_scale):
     local = [g.to_local() if isinstance(g, LocalShard) else g for g in grads]
     torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
     for group in dict.fromkeys(g.shard_info.group for g in grads if isinstance(g, LocalShard)):
+        _check_present(group)
         # An infinity in one rank's piece must make every rank skip the step.
         group.all_reduce(found_inf, dist.ReduceOp.MAX).wait()
 

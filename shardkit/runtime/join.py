@@ -79,10 +79,15 @@ def join(step: Step, optimizers):
     handle = register_optimizer_step_pre_hook(joining.on_step)
     step.order.in_step_only += 1
     try:
-        yield
+        try:
+            yield
+        except BaseException:
+            step.order.leave_join_broken(step)
+            raise
         joining.serve_until_all_are_here()
     finally:
         handle.remove()
         step.order.in_step_only -= 1
+        step.mesh.shard.absent = False
         step.order.forget()
         step.joining = None

@@ -18,6 +18,7 @@ whoever is not done, and learn whether all followed.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ class Unchecked:
 
     def broke_off(self, step: Step) -> None:
         pass
+
+    def leave_join_broken(self, step: Step) -> None:
+        """Tells the others, in one message, that an exception ends join() on this rank."""
+        with contextlib.suppress(RuntimeError):  # where they are gone already
+            self.channel.exchange((END, BROKEN, step.root_id, 0, 0))
 
     def forget(self) -> None:
         pass
@@ -112,6 +118,9 @@ class Order:
 
     def _carry_out(self, messages, own: Wish | None = None) -> list[Wish]:
         """Performs or serves the wishes among `messages`, and returns those it did. None: every rank is at an end."""
+        if any(m[0] == END and m[1] == JOINED for m in messages):
+            for step in self.channel.roots.values():
+                step.mesh.shard.absent = True
         wishes = sorted({m[:3] for m in messages if m[0] != END}, key=lambda w: (w[2], w[0], w[1]))
         wishes = self._that_can_be(wishes, messages)
         if len({m[:3] for m in messages}) > 1 and any(w[0] == GATHER_NEAR for w in wishes):
@@ -215,6 +224,11 @@ class Order:
         finally:
             self.forget()
 
+    def leave_join_broken(self, step: Step) -> None:
+        """Tells the others, in one message, that an exception ends join() on this rank."""
+        with contextlib.suppress(RuntimeError):  # where they are gone already
+            self.channel.exchange((END, BROKEN, step.root_id, 0, 0))
+
     def forget(self) -> None:
         """Starts over: nothing is known by heart."""
         self._asked, self._script, self._begun, self._last_end = [], None, False, (END, END)
@@ -232,4 +246,6 @@ class Order:
             ends = [m for m in messages if m[1] != JOINED]
             if not ends:
                 return
+            if any(m[1] == BROKEN for m in ends):
+                raise OrderError("a rank raised an exception inside join(); this rank, which served it, ends as well.")
             yield ends[0][1], all(m[4] & 1 for m in ends)

@@ -5,6 +5,7 @@ settings.
 |---|---|
 | `ledger.py`, `observe.py` | which memory is alive and what for; operators and the engine as its sources |
 | `world.py`, `padding.py` | a world of any size in one process; what masks are said to hold |
+| `kernels.py` | what CPU kernels allocate and free within themselves |
 | `training.py`, `estimate.py` | one training loop; running it simulated |
 | `profiler.py`, `callback.py` | measuring it for real; sentences about an out-of-memory error |
 | `models.py` | where models come from; presets |

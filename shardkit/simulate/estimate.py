@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from ..config import MixedPrecision
 from ..errors import ConfigError
-from . import padding
+from . import kernels, padding
 from .allocator import reserved_bytes
 from .ledger import BUFFERS, GRADIENTS, PARAMETERS, Ledger
 from .models import Source, default_batch, source
@@ -110,8 +110,10 @@ def estimate(
         stack.enter_context(padding.nothing_masked())
         if gpu:
             _offload(ledger, watch, wrapped)
+        else:
+            watch.workspace = kernels.workspace
         trainer = Trainer(ledger, wrapped, make_optimizer(optimizer, wrapped, gpu), loss_fn, accumulate)
-        trainer.run([_batch(origin, batch) for _ in range(steps)])
+        trainer.run([_batch(origin, batch)] * steps)
         ledger.close()
     about = dict(
         model=origin.name, world_size=world_size, rank=rank, device=device, optimizer=_name(optimizer), mesh=mesh,

@@ -64,7 +64,8 @@ class Block:
 
 @dataclasses.dataclass
 class Visit:
-    """One run through a phase. `peak`: the most bytes that were alive in it, at time `peak_at`."""
+    """One run through a phase. `peak`: the most bytes that were alive in it, at time `peak_at`; `within` of them inside
+    an operator."""
 
     phase: str
     step: int
@@ -72,6 +73,7 @@ class Visit:
     peak: int
     peak_at: int
     stop: int = _NEVER
+    within: int = 0
 
 
 class Ledger:
@@ -126,8 +128,14 @@ class Ledger:
             return block
         self.total += size
         if self.total > visit.peak:
-            visit.peak, visit.peak_at = self.total, self.now
+            visit.peak, visit.peak_at, visit.within = self.total, self.now, 0
         return block
+
+    def pass_through(self, size: int) -> None:
+        """An operator that has just returned had `size` bytes more while it ran."""
+        visit = self.visits[-1]
+        if size and self.open and self.total + size > visit.peak:
+            visit.peak, visit.peak_at, visit.within = self.total + size, self.now, size
 
     def see_on_host(self, t: torch.Tensor) -> None:
         """Enters new memory that does not count here."""

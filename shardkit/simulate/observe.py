@@ -29,16 +29,17 @@ ROOT = "(root)"
 class Watch(TorchDispatchMode):
     """Enters into the ledger the memory of everything that operators return inside this context.
 
-    What an operator allocates and frees within itself is not seen. `answers`: what the values of tensors are said to
-    be, by operator, where there are none; NotImplemented for no answer. `in_backward`: is called before
-    every operator of a backward. `host_copies`: what the engine makes for copies of activations on the host is there,
-    and does not count.
+    What an operator allocates and frees within itself is not seen; `workspace(func, args)` may tell. `answers`: what
+    the values of tensors are said to be, by operator, where there are none; NotImplemented for no answer.
+    `in_backward`: is called before every operator of a backward. `host_copies`: what the engine makes for copies of
+    activations on the host is there, and does not count.
     """
 
     def __init__(self, ledger: Ledger, answers: dict[Any, Callable] | None = None, in_backward: Callable | None = None):
         super().__init__()
         self.ledger, self.answers, self.in_backward = ledger, answers or {}, in_backward
         self.host_copies = False
+        self.workspace: Callable | None = None
         self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -63,6 +64,8 @@ class Watch(TorchDispatchMode):
                     for inner in item:
                         if isinstance(inner, torch.Tensor):
                             self.ledger.see(inner)
+        if self.workspace is not None:
+            self.ledger.pass_through(self.workspace(func, args))
         return out
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .ledger import CATEGORIES, PHASES, Ledger, Visit
+from .ledger import CATEGORIES, PHASES, TEMPORARIES, Ledger, Visit
 
 VERSION = 1
 
@@ -117,12 +117,15 @@ def make(ledger: Ledger, source: str, about: dict[str, Any], extra: dict[str, An
     for visit in ledger.visits:
         if visit.phase not in fullest or visit.peak > fullest[visit.phase].peak:
             fullest[visit.phase] = visit
-    phases = {name: moment(ledger, visit.peak_at) for name, visit in fullest.items()}
+    phases = {name: moment(ledger, visit.peak_at, visit.within) for name, visit in fullest.items()}
     return Report(source, about, phases, ledger.timeline(), extra or {})
 
 
-def moment(ledger: Ledger, time: int) -> Moment:
+def moment(ledger: Ledger, time: int, within: int = 0) -> Moment:
+    """What was alive at a moment; `within`: bytes inside an operator besides."""
     parts = ledger.breakdown(time)
+    if within:
+        parts["", TEMPORARIES] = parts.get(("", TEMPORARIES), 0) + within
     categories = {c: sum(n for (_, k), n in parts.items() if k == c) for c in CATEGORIES}
     units: dict[str, dict[str, int]] = {}
     for (unit, category), n in parts.items():

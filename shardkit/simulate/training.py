@@ -75,7 +75,7 @@ class Trainer:
     def run(self, batches: list[Any]) -> None:
         """One optimizer step for each batch, which is used for every one of its micro-batches."""
         self.observer.attach()
-        for batch in batches:
+        for batch in batches:  # which may be the same one each time
             self.ledger.label(_tensors(batch), INPUTS)
         try:
             for step, batch in enumerate(batches):

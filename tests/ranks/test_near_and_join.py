@@ -83,3 +83,20 @@ def test_a_rank_without_any_batch_needs_to_be_told_the_optimizer(rank, world):
         (twin(data(step, 3, 6)).square().mean() / world).backward()
         twin_optim.step()
     assert_same(model, twin)
+
+
+@ranks(2)
+def test_clipping_after_a_rank_ran_out_of_batches_is_refused_instead_of_hanging(rank, world):
+    model = shardkit.auto_wrap(layers(), policy={nn.Linear})
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(number):
+        optim.zero_grad()
+        model(data(number, 3, 6)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+
+    with pytest.raises(shardkit.ShardkitError, match="run out of batches" if rank == 0 else "inside join"):
+        with model.join():
+            for number in range(3 if rank == 0 else 1):
+                step(number)

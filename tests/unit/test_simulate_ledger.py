@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardkit.errors import ConfigError
-from shardkit.simulate import devices, models, plots
+from shardkit.simulate import devices, kernels, models, plots
 from shardkit.simulate.allocator import CachingAllocator, reserved_bytes
 from shardkit.simulate.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES, Ledger
 from shardkit.simulate.observe import Watch
@@ -96,6 +96,28 @@ def test_memory_on_the_host_does_not_count():
         ledger.total = 200
         ledger.label([a], GRADIENTS, since_birth=False)
         assert ledger.total == 0
+
+
+def test_a_peak_inside_an_operator_counts_as_temporary():
+    ledger, watch = watched()
+    watch.workspace = lambda func, args: 1000 if func is torch.ops.aten.mm.default else 0
+    with watch, ledger.phase("forward"):
+        out = torch.zeros(4, 4) @ torch.zeros(4, 4)
+    ledger.close()
+    peak = make(ledger, "predicted", {}).phases["forward"]
+    assert peak.total == 3 * 64 + 1000 and peak.categories[TEMPORARIES] >= 1000
+    del out
+
+
+@pytest.mark.parametrize(("x", "w", "expected"), [
+    ((8, 64, 16, 16), (64, 64, 3, 3), 671744),  # copies of input and weight, as the profiler records them
+    ((8, 256, 4, 4), (512, 256, 3, 3), 4849664),
+    ((8, 3, 64, 64), (32, 3, 7, 7), 1048576),  # three channels are not copied: the result beside its copy
+])  # fmt: skip
+def test_a_convolutions_copies_are_known_by_shape(x, w, expected):
+    stride, padding = (2, w[2] // 2) if x[1] != 64 else (1, 1)
+    args = (torch.empty(x), torch.empty(w), None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
+    assert kernels.workspace(torch.ops.aten.convolution.default, args) == expected
 
 
 def test_a_report_survives_json(tmp_path):

@@ -276,8 +276,8 @@ def _whole_norms(tensors: list[torch.Tensor], p: float) -> list[torch.Tensor]:
 def _check_present(group: Group) -> None:
     if group.absent:
         raise StateError(
-            "inside join(), a rank has run out of batches, and cannot add its pieces to a norm or a finite check. Clip, "
-            "and scale, before ranks differ; or give all ranks equally many batches."
+            "inside join(), a rank has run out of batches, and cannot add its pieces to a norm or a finite check. "
+            "Clip, and scale, before ranks differ; or give all ranks equally many batches."
         )
 
 

@@ -53,11 +53,6 @@ class Unchecked:
     def broke_off(self, step: Step) -> None:
         pass
 
-    def leave_join_broken(self, step: Step) -> None:
-        """Tells the others, in one message, that an exception ends join() on this rank."""
-        with contextlib.suppress(RuntimeError):  # where they are gone already
-            self.channel.exchange((END, BROKEN, step.root_id, 0, 0))
-
     def forget(self) -> None:
         pass
 

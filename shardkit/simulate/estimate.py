@@ -88,14 +88,7 @@ def estimate(
     gpu = device == "cuda"
     origin, began = source(model, overrides), time.perf_counter()
     mesh = options.pop("device_mesh", None)
-    if (
-        mesh is None
-        and "process_group" not in options
-        and str(options.get("sharding_strategy", "")).startswith("hybrid")
-    ):
-        raise ConfigError(
-            "a hybrid strategy needs device_mesh=(replicas, shards) here: a simulation has no machines to ask."
-        )
+    _check_mesh(mesh, options)
     ledger = Ledger()
     watch = Watch(ledger, {_VALUE: _zero})
     with contextlib.ExitStack() as stack:
@@ -117,16 +110,25 @@ def estimate(
         ledger.close()
     about = dict(
         model=origin.name, world_size=world_size, rank=rank, device=device, optimizer=_name(optimizer), mesh=mesh,
-        accumulate=accumulate, deferred_init=deferred_init or None, torch=torch.__version__,
-        options={k: _name(v) for k, v in options.items() if k != "process_group"},
+        accumulate=accumulate, deferred_init=deferred_init or None,
     )  # fmt: skip
-    report = _report(ledger, wrapped, watch.operators, time.perf_counter() - began, gpu, about)
+    report = _report(ledger, wrapped, watch.operators, time.perf_counter() - began, gpu, about, options)
     del trainer, wrapped, ledger, watch
     gc.collect()  # modules, units and hooks refer to each other; the next estimate should not have to carry them
     return report
 
 
-def _report(ledger: Ledger, model: nn.Module, operators: int, took: float, gpu: bool, about: dict[str, Any]) -> Report:
+def _check_mesh(mesh: Any, options: dict[str, Any]) -> None:
+    hybrid = str(options.get("sharding_strategy", "")).startswith("hybrid")
+    if hybrid and mesh is None and "process_group" not in options:
+        raise ConfigError(
+            "a hybrid strategy needs device_mesh=(replicas, shards) here: a simulation has no machines to ask."
+        )
+
+
+def _report(ledger: Ledger, model: nn.Module, operators: int, took: float, gpu: bool, about: dict, options) -> Report:
+    about["torch"] = torch.__version__
+    about["options"] = {k: _name(v) for k, v in options.items() if k != "process_group"}
     parameters, sent = _facts(model)
     extra: dict[str, Any] = dict(parameters=parameters, sent_bytes=sent, operators=operators, seconds=took)
     if gpu:

@@ -70,6 +70,7 @@ class Unit:
         self._pushed = False
         self._forwards = 0
         self._changes_silently = False  # some module of the unit writes to weights through `.data`
+        self._installed_lookups = False  # also those that are only looked up
         self._installed = False  # full parameters for backward are in place (else they come when somebody looks)
         self.sources = list(dict.fromkeys(e.flat for e in self.entries))
         self._params = [e.param for e in self.entries]
@@ -277,12 +278,12 @@ class Unit:
         """Puts full parameters in place during backward: at least those of `module`."""
         if not self._installed:
             self._install(everything=False)
-        if not all(flat.ready for flat in self._flats_of(module)):
+        if not self._installed_lookups and not all(flat.needed_in_backward for flat in self._flats_of(module)):
             self._install(everything=True)  # rows were looked up, and will be again
 
     def _install(self, everything: bool) -> None:
         self._wake()
-        self._installed = True
+        self._installed, self._installed_lookups = True, everything
         self.step.gather_for_backward(self, everything)
         sources = [s for s in self._per_source if everything or s[0].needed_in_backward]
         with torch.enable_grad():  # hooks run without it, but a reentrant checkpoint needs differentiable weights
@@ -328,7 +329,7 @@ class Unit:
     def _put_back(self) -> None:
         if self._installed:
             self._restore()
-            self._installed = False
+            self._installed = self._installed_lookups = False
         else:
             self._wake()
 
@@ -374,7 +375,8 @@ class Unit:
         self._wake()
         if self.active or self._installed:
             self._restore()
-        self.active, self.opened, self._installed, self._fulls = 0, False, False, None
+        self.active, self.opened, self._fulls = 0, False, None
+        self._installed = self._installed_lookups = False
         self.live.clear()
 
 

@@ -497,3 +497,28 @@ def test_recomputation_leaves_no_unit_active_or_open(rank, world):
         units: list[Unit] = model._shardkit_step.units
         assert all(u.active == 0 and not u.opened and not u.live for u in units)
         assert all(flat.buffer is None for u in units for flat in u.flats)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full", "grad_op", "zero2"])
+def test_a_block_that_looks_rows_up_inside_its_checkpoint_finds_them(rank, world, strategy):
+    """T5's first block holds the table of relative positions: backward does not need it, the recomputation does."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
+        use_cache=False,  # a recomputation would find the cache filled, whoever shards the model
+    )  # fmt: skip
+    torch.manual_seed(0)
+    twin = T5ForConditionalGeneration(config)
+    model = copy.deepcopy(twin)
+    shardkit.auto_wrap(model, activation_checkpointing=True, sharding_strategy=strategy)
+    for step in range(2):
+        for m in (model, twin):
+            m.zero_grad()
+        ids = [torch.arange(6)[None] + 3 * step + r for r in range(world)]
+        model(input_ids=ids[rank], labels=ids[rank]).loss.backward()
+        for r in range(world):
+            (twin(input_ids=ids[r], labels=ids[r]).loss / world).backward()
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-6, msg=name)

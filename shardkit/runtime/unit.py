@@ -245,9 +245,13 @@ class Unit:
         for flat, positions, indices in self._per_source:
             assert flat.buffer is not None
             base, offsets = flat.buffer.data_ptr(), flat.byte_offsets
-            for position, index in zip(positions, indices, strict=True):
-                full = fulls[position]
-                if full._version or (base and full.data_ptr() - base != offsets[index]):
+            mine = [fulls[position] for position in positions]
+            at = [full.data_ptr() - base for full in mine]
+            in_place = not base or at == [offsets[index] for index in indices]
+            if in_place and not look and not any([full._version for full in mine]):
+                continue  # by far the most frequent case, and quick to see
+            for index, full, offset in zip(indices, mine, at, strict=True):
+                if full._version or (base and offset != offsets[index]):
                     flat.write_back(index, full)
                 elif look and flat.differs(index, full):
                     self._changes_silently = True

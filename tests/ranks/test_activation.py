@@ -506,7 +506,8 @@ def test_a_block_that_looks_rows_up_inside_its_checkpoint_finds_them(rank, world
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
         use_cache=False,  # a recomputation would find the cache filled, whoever shards the model
     )  # fmt: skip
     torch.manual_seed(0)

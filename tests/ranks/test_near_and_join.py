@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardkit
 from tests.harness import ranks
@@ -100,3 +101,38 @@ def test_clipping_after_a_rank_ran_out_of_batches_is_refused_instead_of_hanging(
         with model.join():
             for number in range(3 if rank == 0 else 1):
                 step(number)
+
+
+class _Sent(TorchDispatchMode):
+    """Bytes that this rank sends in broadcasts (the gathers of a small gloo group) and point to point."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name.startswith(("c10d::broadcast_", "c10d::send")):
+            tensor = args[0][0]
+            if tensor.dtype == torch.float32:  # not the host messages of Order
+                group = torch.distributed.ProcessGroup.unbox(args[1])
+                share = (group.size() - 1) / group.size() if "broadcast" in name else 1
+                self.bytes += tensor.numel() * 4 * share
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(4)
+@pytest.mark.parametrize("near", [True, 1, 2])
+def test_backward_gathers_among_neighbours_only(rank, world, near):
+    """In units of P: forward and reduction (N-1)/N each, backward (n-1)/n for all layers but the last, which is kept."""
+    model = shardkit.auto_wrap(
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))),
+        policy={nn.Linear}, reshard_after_forward=near, sync_module_states=True,
+    )  # fmt: skip
+    for _ in range(2):  # the first step does not know yet which layer is the last
+        model(data(rank, 3, 64)).sum().backward()
+    with _Sent() as sent:
+        model(data(rank, 3, 64)).sum().backward()
+    n = world if near is True else near
+    expected = 2 * (world - 1) / world + (n - 1) / n * 3 / 4
+    assert sent.bytes == pytest.approx(expected * 4 * 64 * 64 * 4, rel=1e-6)

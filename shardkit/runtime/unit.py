@@ -248,7 +248,7 @@ class Unit:
             mine = [fulls[position] for position in positions]
             at = [full.data_ptr() - base for full in mine]
             in_place = not base or at == [offsets[index] for index in indices]
-            if in_place and not look and not any([full._version for full in mine]):
+            if in_place and not look and not any(full._version for full in mine):
                 continue  # by far the most frequent case, and quick to see
             for index, full, offset in zip(indices, mine, at, strict=True):
                 if full._version or (base and offset != offsets[index]):

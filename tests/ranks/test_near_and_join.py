@@ -124,7 +124,7 @@ class _Sent(TorchDispatchMode):
 @ranks(4)
 @pytest.mark.parametrize("near", [True, 1, 2])
 def test_backward_gathers_among_neighbours_only(rank, world, near):
-    """In units of P: forward and reduction (N-1)/N each, backward (n-1)/n for all layers but the last, which is kept."""
+    """In units of P: forward and reduction (N-1)/N each, backward (n-1)/n for all layers but the last, which stays."""
     model = shardkit.auto_wrap(
         nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))),
         policy={nn.Linear}, reshard_after_forward=near, sync_module_states=True,

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,15 +122,34 @@ def _fsdp2(model, units, device, reshard):
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
-def _shardkit(model, units, device, reshard):
+def _shardkit(model, units, device, reshard, strategy="full"):
     import shardkit
 
     chosen = set(units)
-    options = {} if reshard is None else {"reshard_after_forward": reshard}
-    return shardkit.auto_wrap(model, policy=lambda m: m in chosen, **options)
+    options = {} if reshard is None or strategy != "full" else {"reshard_after_forward": reshard}
+    return shardkit.auto_wrap(model, policy=lambda m: m in chosen, sharding_strategy=strategy, **options)
 
 
-WRAPPERS = {"local": _local, "ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit}
+def _fairscale(model, units, device, reshard):
+    """ZeRO-1 and -2 as fairscale has them. Its reduce buffer is off: with it, gradients are wrong after zero_grad()."""
+    from fairscale.nn import ShardedDataParallel
+    from fairscale.optim import OSS
+
+    return ShardedDataParallel(model, OSS(model.parameters(), torch.optim.AdamW, **ADAMW), reduce_buffer_size=0)
+
+
+ADAMW = dict(lr=3e-4, foreach=True)
+WRAPPERS = {
+    "local": _local, "ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit, "fairscale": _fairscale,
+    "zero1": partial(_shardkit, strategy="zero1"), "zero2": partial(_shardkit, strategy="zero2"),
+}  # fmt: skip
+
+
+def optimizer(impl: str, model) -> torch.optim.Optimizer:
+    """AdamW for what `wrap` returned; fairscale shards its optimizer rather than the parameters."""
+    if impl == "fairscale":
+        return model._sharded_optimizers[0]
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 def wrap(impl: str, model, units: list[nn.Module], device, reshard: bool | None = None):
@@ -146,7 +166,9 @@ def available(impls) -> tuple[list[str], dict[str, str]]:
     good, skipped = [], {}
     for impl in impls:
         try:
-            if impl == "shardkit":
+            if impl == "fairscale":
+                import fairscale  # noqa: F401
+            elif impl in ("shardkit", "zero1", "zero2"):
                 import shardkit
 
                 shardkit.auto_wrap  # noqa: B018 - a package under construction imports but wraps nothing

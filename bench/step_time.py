@@ -29,7 +29,7 @@ class Contestant:
         self.impl, self.args, self.device = impl, args, device
         model = common.build(args, device)
         self.model = common.wrap(impl, model, common.unit_modules(model, args.units), device)
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=3e-4, foreach=True)
+        self.optim = common.optimizer(impl, self.model)
         self.steps = 0
         self.wall: list[float] = []  # ms per step, the slowest rank, by round
         self.cpu: list[float] = []  # ms per step, mean over the ranks, by round

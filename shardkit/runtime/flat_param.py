@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import weakref
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -353,11 +354,14 @@ class FlatParam:
             self._grad = self._new_grad(indices)
             torch._foreach_copy_(self._grad_views(indices), grads)
 
+    @property
+    def _in_parts(self) -> bool:
+        """True where reductions move pieces of the single gradients, on every rank, instead of one buffer."""
+        return self._cuts is not None and self._cuts.worthwhile and not self.reduce_dtype.is_complex
+
     def _sendable(self, grads: list[torch.Tensor]) -> bool:
         """True where the gradients can be reduced from the memory they are in."""
-        if self._cuts is None or not self._cuts.worthwhile or self.reduce_dtype.is_complex:
-            return False
-        return all(g.dtype == self.reduce_dtype and g.is_contiguous() for g in grads)
+        return self._in_parts and all(g.dtype == self.reduce_dtype and g.is_contiguous() for g in grads)
 
     def _put_together(self) -> None:
         """Copies `parts`, which only autograd may change, into a buffer of our own."""
@@ -368,19 +372,14 @@ class FlatParam:
             torch._foreach_copy_(self._grad_views(list(parts)), [g.view(geometry[i][0]) for i, g in parts.items()])
 
     def _new_grad(self, indices) -> torch.Tensor:
-        used = sum(self.numel_of(i) for i in indices)
-        make = torch.empty if used == self.layout.numel else torch.zeros
-        if used == self.layout.used and make is torch.zeros:  # only the padding is not written
-            grad = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
-            grad[self.layout.used :].zero_()
-            return grad
-        return make(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        if sum(self.numel_of(i) for i in indices) < self.layout.used:
+            return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        grad = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        grad[self.layout.used :].zero_()  # only the padding is not written by the caller
+        return grad
 
     def numel_of(self, index: int) -> int:
-        n = 1
-        for size in self.layout.shapes[index]:
-            n *= size
-        return n
+        return prod(self.layout.shapes[index])
 
     def _grad_views(self, indices) -> list[torch.Tensor]:
         assert self._grad is not None
@@ -398,7 +397,8 @@ class FlatParam:
         if parts:
             assert self._cuts is not None
             return group.reduce_scatter_parts(parts, self._cuts, divisor)
-        if self._cuts is not None and self._cuts.worthwhile and not self.reduce_dtype.is_complex:
+        if self._in_parts:
+            assert self._cuts is not None
             # The others may send from their gradients' own memory: the messages must match theirs.
             flat = {} if grad is None else {i: g.view(-1) for i, g in enumerate(self._views_of(grad))}
             nothing = torch.zeros(1, dtype=self.reduce_dtype, device=self.device)

@@ -42,8 +42,6 @@ Wish = tuple[int, int, int]  # what, index of the flat parameter, root
 class Unchecked:
     """Every request is carried out at once: one rank, a fake world, or `check_order=False`."""
 
-    rounds = 0
-
     def request(self, step: Step, what: int, index: int) -> None:
         step.perform(what, index)
 

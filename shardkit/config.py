@@ -170,8 +170,10 @@ class Options:
     """Which modules recompute their activations. None: those that do so already."""
     activation_offload: ActivationOffload | None = None
     """None: activations stay on the compute device."""
-    sync_module_states: bool = False
-    """Broadcast parameters and buffers from the first rank while wrapping. False: verify that ranks agree."""
+    sync_module_states: bool | str = False
+    """Broadcast parameters and buffers from the first rank while wrapping. False: verify that ranks agree.
+    "differing": broadcast what is on the meta device on some rank, and parameters of which a sample of 8192 elements
+    differs; weights that all ranks have mapped from one file are then read where a rank's own piece lies."""
     param_init_fn: Callable[[nn.Module], Any] | None = None
     """Initialises one module whose parameters were on the meta device, after they were allocated.
     None: the module's own `reset_parameters()`."""
@@ -193,6 +195,8 @@ class Options:
             raise ConfigError(
                 f"sharding_strategy={self.sharding_strategy!r} is not known. Use one of {', '.join(STRATEGIES)}."
             )
+        if self.sync_module_states not in (True, False, "differing"):
+            raise ConfigError(f"sync_module_states={self.sync_module_states!r}: use True, False or 'differing'.")
         strategy = STRATEGIES[self.sharding_strategy]
         if self.reshard_after_forward and not strategy.drop_after_backward:
             raise ConfigError(

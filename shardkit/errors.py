@@ -4,6 +4,7 @@
     ├── ConfigError(ValueError)     what the user passed cannot work: options, policies, meshes, models
     ├── PlanMismatchError           ranks disagree about the model, its units or its initial weights
     ├── OrderError                  ranks ran different steps, so their collectives no longer pair up
+    ├── ShardkitIncompatible        a version of Accelerate or transformers that shardkit.accelerate does not fit
     ├── CheckpointError             a checkpoint is missing, damaged or incomplete, or could not be written
     └── StateError                  a call came at the wrong moment (inside a forward, before wrapping, ...)
 
@@ -30,6 +31,10 @@ class OrderError(ShardkitError, RuntimeError):
 
 class CheckpointError(ShardkitError, RuntimeError):
     """A checkpoint that cannot be read, or could not be written. Raised on every rank."""
+
+
+class ShardkitIncompatible(ShardkitError, RuntimeError):
+    """An entry point of another package that shardkit replaces is not there, or takes other parameters."""
 
 
 class StateError(ShardkitError, RuntimeError):

@@ -35,10 +35,15 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool | N
     cpu: copy to host memory. None: where `rank0_only` is.
     Collective over the model's shard groups; every rank must call it.
     """
+    return gather_whole(model, model.state_dict(), rank0_only=rank0_only, cpu=cpu)
+
+
+def gather_whole(model: nn.Module, state: dict, *, rank0_only: bool = False, cpu: bool | None = None) -> dict:
+    """`full_state_dict` for some of the entries of `model.state_dict()`: only the flat parameters that they are in are
+    gathered. Every rank passes the same keys."""
     steps = steps_of(model)
     keep = not rank0_only or steps[0].mesh.world.rank == 0
     device = torch.device("cpu") if (rank0_only if cpu is None else cpu) else None
-    state = model.state_dict()
     homes = {info: (flat, i) for step in steps for flat in step.flats for i, info in enumerate(flat.infos)}
     wanted: dict = {}
     for key, value in state.items():

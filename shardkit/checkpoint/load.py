@@ -61,7 +61,7 @@ def load_checkpoint(
     steps = steps_of(model)
     group = world_of(steps)
     folder = find(Path(path).absolute(), group)
-    with together(group, f"reading {folder}", lambda: _open(folder)) as checkpoint:
+    with together(group, f"reading {folder}", lambda: open_checkpoint(folder)) as checkpoint:
         together(group, f"loading the model from {folder}", lambda: load_model(checkpoint, model, strict))
         if optim is not None:
             doing = f"loading the optimizer from {folder}"
@@ -75,7 +75,8 @@ def find(path: Path, group: Group) -> Path:
     return group.all_gather_object(chosen)[0]
 
 
-def _open(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, whose files are there. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is there for the first rank and not here: all ranks must see the same files.")
     checkpoint = Checkpoint(folder)

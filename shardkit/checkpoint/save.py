@@ -82,8 +82,11 @@ def take_agreed(model: nn.Module, optim, extra: dict[str, Any], keep: int | None
     return together(world_of(steps_of(model)), "collecting what to save", collect)
 
 
-def write(path, snapshot: Snapshot, group: Group, keep: int | None, verify: bool) -> None:
-    """Everything after the collection. `group`: all ranks of the model. See the module docstring."""
+def write(
+    path, snapshot: Snapshot, group: Group, keep: int | None = None, verify: bool = False, latest: bool = True
+) -> None:
+    """Everything after the collection. `group`: all ranks of the model. `latest`: also write the file of that name
+    beside it. See the module docstring."""
     path = Path(path).absolute()
     plan = _Plan.agree(snapshot, group)
     temporary = files.temporary_of(path, plan.token)
@@ -104,7 +107,8 @@ def write(path, snapshot: Snapshot, group: Group, keep: int | None, verify: bool
         def publish():
             if first:
                 _publish(temporary, path, everything, plan.per_rank, group.size)
-                files.point_latest(path)
+                if latest:
+                    files.point_latest(path)
                 if keep is not None:
                     files.remove_old(path, keep)
 

@@ -63,6 +63,12 @@ class Snapshot:
     extra: dict[str, bytes]  # pickled; may differ between ranks
     local_state: bytes | None = None  # pickled optimizer state that belongs to this rank's pieces alone
 
+    def add(self, other: Snapshot) -> None:
+        """Takes in the pieces and wholes of another snapshot of the same rank, and its local state."""
+        self.pieces += other.pieces
+        self.wholes += other.wholes
+        self.local_state = other.local_state or self.local_state
+
     def to_host(self) -> None:
         """Copies every tensor to host memory of its own: later steps do not change it. Pinned where that is faster."""
         copies: dict[int, torch.Tensor] = {}
@@ -83,11 +89,20 @@ class Snapshot:
 
 def take(model: nn.Module, optim: torch.optim.Optimizer | None, extra: dict[str, Any]) -> Snapshot:
     """This rank's part of a checkpoint. No communication."""
-    steps = steps_of(model)
-    flats = {info: flat for step in steps for flat in step.flats for info in flat.infos}
-    out = Snapshot([], [], {})
+    out = take_model(model, model.state_dict())
+    if optim is not None:
+        out.add(take_optimizer(model, optim))
+    flats = _flats(model)
+    for name, value in extra.items():
+        out.extra[name] = pickled(_without_shards(_state_of(value), (name,), flats, out))
+    return out
+
+
+def take_model(model: nn.Module, state: Mapping[str, Any]) -> Snapshot:
+    """This rank's part of `state`, which is the state dict of `model` or some of its entries. No communication."""
+    flats, out = _flats(model), Snapshot([], [], {})
     first: dict[ShardInfo, Path] = {}
-    for key, value in model.state_dict().items():
+    for key, value in state.items():
         path: Path = ("model", clean(key))
         if isinstance(value, LocalShard):
             piece = _piece(path, value.shard_info, value.to_local(), flats[value.shard_info])
@@ -96,11 +111,11 @@ def take(model: nn.Module, optim: torch.optim.Optimizer | None, extra: dict[str,
             out.pieces.append(piece)
         else:
             out.wholes.append(Whole(path, value))
-    if optim is not None:
-        _take_optimizer(model, optim, out)
-    for name, value in extra.items():
-        out.extra[name] = pickled(_without_shards(_state_of(value), (name,), flats, out))
     return out
+
+
+def _flats(model: nn.Module) -> dict[ShardInfo, FlatParam]:
+    return {info: flat for step in steps_of(model) for flat in step.flats for info in flat.infos}
 
 
 def clean(name: str) -> str:
@@ -126,15 +141,16 @@ def _piece(path: Path, info: ShardInfo, local: torch.Tensor, flat: FlatParam) ->
     return Piece(path, info, local, replicate.size, replicate.rank)
 
 
-def _take_optimizer(model: nn.Module, optim: torch.optim.Optimizer, out: Snapshot) -> None:
-    names = parameter_names(model)
+def take_optimizer(model: nn.Module, optim: torch.optim.Optimizer, prefix: str = "optim") -> Snapshot:
+    """This rank's part of the optimizer's state, under `prefix`. No communication."""
+    names, out = parameter_names(model), Snapshot([], [], {})
     _check_known(optim, names)
     odd: dict[str, Any] = {}
     for group in optim.param_groups:
         for param in group["params"]:
             home = home_of(param)
             for key, value in optim.state.get(param, {}).items():
-                path = ("optim", "state", names[param], key)
+                path = (prefix, "state", names[param], key)
                 sized = isinstance(value, torch.Tensor) and value.dim() > 0
                 if home is None or not sized:
                     out.wholes.append(Whole(path, value))
@@ -149,9 +165,10 @@ def _take_optimizer(model: nn.Module, optim: torch.optim.Optimizer, out: Snapsho
                     odd.setdefault(names[param], {"piece": info.piece})[key] = value
     for number, group in enumerate(optim.param_groups):
         options = {**group, "params": [names[p] for p in group["params"]]}
-        out.wholes.extend(Whole(("optim", "param_groups", number, k), v) for k, v in options.items())
+        out.wholes.extend(Whole((prefix, "param_groups", number, k), v) for k, v in options.items())
     if odd:
         out.local_state = pickled(odd)
+    return out
 
 
 def _state_of(value: Any) -> Any:

@@ -59,12 +59,13 @@ def build(
     homes: dict[nn.Parameter, tuple[FlatParam, int]] = {}
     flats: dict[_Draft, list[FlatParam]] = {}
     materialiser = Materialiser(root, device, options.param_init_fn)
+    without_values = _names_on_meta(drafts, mesh, options)
     for module, draft, is_last in _in_tree_order(root, drafts):
         # Values are made in the order in which building the model would have made them, so that random numbers fall
         # on the same weights; and a unit is sharded as soon as it is complete, so that only one is whole at a time.
         materialiser.fill(module)
         if is_last:
-            _agree_on_weights(draft, mesh, options)
+            _agree_on_weights(draft, mesh, options, without_values)
             flats[draft] = _make_flats(draft, borrowers, mesh, options, device, all_low)
             homes.update((p, (flat, i)) for flat in flats[draft] for i, p in enumerate(flat.params))
     units = [_make_unit(draft, flats[draft], homes, options) for draft in drafts]
@@ -226,19 +227,42 @@ def dataclass_summary(options: Options) -> str:
     return f"{options.sharding_strategy} {options.drop_after_forward} {options.mixed_precision} {options.cpu_offload}"
 
 
-def _agree_on_weights(draft: _Draft, mesh: Mesh, options: Options) -> None:
+def _names_on_meta(drafts: list[_Draft], mesh: Mesh, options: Options) -> set[str]:
+    """Names of parameters that have no values yet on some rank, where `sync_module_states` asks for those."""
+    if options.sync_module_states != "differing" or mesh.world.size == 1 or not mesh.world.talks:
+        return set()
+    mine = [name for draft in drafts for param, (name, _) in draft.owned.items() if param.is_meta]
+    return {name for names in mesh.world.all_gather_object(mine) for name in names}
+
+
+def _agree_on_weights(draft: _Draft, mesh: Mesh, options: Options, without_values: set[str]) -> None:
     """Takes the first rank's parameters and buffers, or raises PlanMismatchError on all ranks if they differ."""
     if mesh.world.size == 1 or not mesh.world.talks:
         return
-    if options.sync_module_states:
-        tensors = [p.data for p in draft.owned]
-        tensors += [b for module in draft.modules for b in module._buffers.values() if b is not None]
-        for tensor in tensors:
-            whole = tensor.contiguous()
-            mesh.world.broadcast(whole).wait()
-            if whole is not tensor:
-                tensor.copy_(whole)
+    if not options.sync_module_states:
+        _verify_weights(draft, mesh)
         return
+    taken = {param: name for param, (name, _) in draft.owned.items()}
+    if options.sync_module_states == "differing":
+        different = without_values | _differing(taken, mesh)
+        taken = {param: name for param, name in taken.items() if name in different}
+    tensors = [p.data for p in taken]
+    tensors += [b for module in draft.modules for b in module._buffers.values() if b is not None]
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        mesh.world.broadcast(whole).wait()
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def _differing(named: dict[nn.Parameter, str], mesh: Mesh) -> set[str]:
+    """Names of the parameters whose sample is not the same on all ranks. One object gather."""
+    sums = {name: _checksum(param, sample=True) for param, name in named.items()}
+    return {name for other in mesh.world.all_gather_object(sums) for name in other if other[name] != sums[name]}
+
+
+def _verify_weights(draft: _Draft, mesh: Mesh) -> None:
+    """Raises PlanMismatchError on all ranks if their parameters differ."""
     sums = [(name, _checksum(param)) for param, (name, _) in draft.owned.items()]
     if len(set(mesh.world.all_gather_object(zlib.crc32(repr(sums).encode())))) == 1:
         return
@@ -254,8 +278,15 @@ def _agree_on_weights(draft: _Draft, mesh: Mesh, options: Options) -> None:
             )
 
 
-def _checksum(param: nn.Parameter) -> int:
-    data = param.detach().contiguous().view(-1)
+_SAMPLE = 4096  # elements from each end of a parameter
+
+
+def _checksum(param: nn.Parameter, sample: bool = False) -> int:
+    data = param.detach()
+    if sample and data.is_contiguous() and data.numel() > 2 * _SAMPLE:
+        data = data.view(-1)
+        data = torch.cat([data[:_SAMPLE], data[-_SAMPLE:]])
+    data = data.contiguous().view(-1)
     if data.numel() == 0 or data.device.type == "meta":
         return 0
     if data.is_complex():

@@ -19,7 +19,7 @@ LAYERS = {
     "runtime": 3,
     "api": 4, "activation": 4, "optim": 4, "checkpoint": 4, "describe": 4, "full_state": 4,
     "simulate": 5,
-    "integrations": 6, "cli": 6, "__main__": 6,
+    "integrations": 6, "accelerate": 6, "cli": 6, "run": 6, "__main__": 6,
 }  # fmt: skip
 
 

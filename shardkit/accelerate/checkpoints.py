@@ -1,0 +1,287 @@
+"""What runs in place of Accelerate's functions for checkpoints of models, optimizers and whole weights.
+
+File names and contents are those of Accelerate with FSDP version 2, so that either resumes what the other saved, on any
+number of ranks:
+
+    FULL_STATE_DICT       pytorch_model_fsdp.bin, optimizer.bin        whole tensors by parameter names, first rank writes
+    SHARDED_STATE_DICT    pytorch_model_fsdp_0/, optimizer_0/          shardkit's sharded checkpoints (torch's DCP format)
+
+What is there decides how it is loaded, whatever the plugin says: a checkpoint of the other kind, or of a run without
+FSDP, loads as well. Each rank reads its own part, and no optimizer step is taken to load a state.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from ..checkpoint import files
+from ..checkpoint.agreement import together
+from ..checkpoint.full import full_state_dict, gather_whole, steps_of
+from ..checkpoint.huggingface import load_safetensors
+from ..checkpoint.load import load_model, open_checkpoint, read_piece
+from ..checkpoint.optim_state import load_optimizer
+from ..checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_dict, parameter_names
+from ..checkpoint.safetensors import INDEX, SINGLE
+from ..checkpoint.save import write
+from ..checkpoint.snapshot import clean, take_model, take_optimizer, world_of
+from ..errors import CheckpointError, ConfigError
+from ..local_shard import LocalShard
+from .plugin import ShardkitPlugin
+from .preparing import inner, is_ours, is_sharded, plugin_of
+
+MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+
+
+class LoadResult(NamedTuple):
+    """What `load_state_dict` returns."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def concerns_model(plugin: Any, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(plugin, ShardkitPlugin) and is_sharded(model)
+
+
+def concerns_optimizer(plugin: Any, accelerator: Any, optimizer: Any, model: Any, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(plugin, ShardkitPlugin) and is_sharded(_model_of(optimizer, accelerator, model))
+
+
+def concerns_state_dict(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> bool:
+    return is_ours(accelerator) and is_sharded(model)
+
+
+# -------------------------------------------------------------------------------------------------------- models
+
+
+def save_model(
+    stock, plugin, accelerator, model, output_dir, model_index=0, adapter_only=False, use_dcp=True
+) -> None:
+    """Collective over the model's ranks. See the module docstring for the files."""
+    _refuse_files_per_rank(use_dcp)
+    module, folder = inner(model), Path(output_dir).absolute()
+    group = world_of(steps_of(module))
+    adapter = adapter_only and _has_adapter(module)
+    if _is_full(plugin):
+        trainable = {clean(name) for name, p in module.named_parameters() if p.requires_grad}
+        state = {k: v for k, v in module.state_dict().items() if not adapter or clean(k) in trainable}
+        _save_whole(group, folder / _full_name(MODEL, model_index), gather_whole(module, state, rank0_only=True))
+    else:
+        state = _adapter_state(module) if adapter else module.state_dict()
+        write(folder / f"{MODEL}_{model_index}", take_model(module, state), group, latest=False)
+
+
+def load_model_state(
+    stock, plugin, accelerator, model, input_dir, model_index=0, adapter_only=False, use_dcp=True
+) -> LoadResult:
+    """Collective over the model's ranks. Raises CheckpointError on every rank where nothing is there to load."""
+    _refuse_files_per_rank(use_dcp)
+    module, folder = inner(model), Path(input_dir).absolute()
+    group = world_of(steps_of(module))
+    weights = [folder / SINGLE, folder / INDEX] if model_index == 0 else [folder / f"model_{model_index}.safetensors"]
+    path = _find(group, folder, MODEL, model_index, _is_full(plugin), weights)
+    adapter = adapter_only and _has_adapter(module)
+    if path.is_dir():
+        return _load_sharded(group, path, module, adapter)
+    if path in weights:
+        load_safetensors(module, path.parent if path.name == INDEX else path)
+        return LoadResult([], [])
+    state = together(group, f"reading {path}", lambda: _mapped(path))
+    return together(group, f"loading the model from {path}", lambda: _load_whole(module, state, not adapter))
+
+
+def _load_sharded(group, path: Path, module: nn.Module, adapter: bool) -> LoadResult:
+    with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
+
+        def load():
+            if not adapter:
+                return load_model(checkpoint, module, strict=True)
+            for name, value in _adapter_state(module).items():
+                if isinstance(value, LocalShard):
+                    read_piece(checkpoint, f"model.{clean(name)}", value)
+                else:
+                    value.copy_(checkpoint.tensor(f"model.{clean(name)}").read(checkpoint.reader))
+            for step in steps_of(module):
+                for flat in step.flats:
+                    flat.forget()
+
+        together(group, f"loading the model from {path}", load)
+    return LoadResult([], [])
+
+
+def _load_whole(module: nn.Module, state: dict, strict: bool) -> Any:
+    prefixed = {clean(key): key for key in module.state_dict()}
+    return module.load_state_dict({prefixed.get(clean(k), k): v for k, v in state.items()}, strict=strict)
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "peft_config") and hasattr(module, "active_adapter")
+
+
+def _adapter_state(module: nn.Module) -> dict[str, Any]:
+    """The active adapter's tensors, which share the model's memory, under the names that peft saves them with."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(module, adapter_name=module.active_adapter)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+def save_optimizer(stock, plugin, accelerator, optimizer, model, output_dir, optimizer_index=0, use_dcp=True) -> None:
+    """Collective over the model's ranks. See the module docstring for the files."""
+    _refuse_files_per_rank(use_dcp)
+    module, optim = inner(_model_of(optimizer, accelerator, model)), _bare(optimizer)
+    group, folder = world_of(steps_of(module)), Path(output_dir).absolute()
+    if _is_full(plugin):
+        state = full_optim_state_dict(module, optim, rank0_only=True)
+        _save_whole(group, folder / _full_name(OPTIMIZER, optimizer_index), state)
+    else:
+        doing = "collecting the optimizer's state"
+        snapshot = together(group, doing, lambda: take_optimizer(module, optim, OPTIMIZER))
+        write(folder / f"{OPTIMIZER}_{optimizer_index}", snapshot, group, latest=False)
+
+
+def load_optimizer_state(
+    stock, plugin, accelerator, optimizer, model, input_dir, optimizer_index=0, adapter_only=False, use_dcp=True
+) -> None:
+    """Collective over the model's ranks. Raises CheckpointError on every rank where nothing is there to load."""
+    _refuse_files_per_rank(use_dcp)
+    module, optim = inner(_model_of(optimizer, accelerator, model)), _bare(optimizer)
+    group, folder = world_of(steps_of(module)), Path(input_dir).absolute()
+    path = _find(group, folder, OPTIMIZER, optimizer_index, _is_full(plugin), [folder / "optimizer.pt"])
+    if path.is_dir():
+        with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
+            doing = f"loading the optimizer from {path}"
+            together(group, doing, lambda: load_optimizer(checkpoint, module, optim, group))
+        return
+
+    def load():
+        state = _mapped(path)
+        load_full_optim_state_dict(module, optim, _by_names(state, module, optim))
+
+    together(group, f"loading the optimizer from {path}", load)
+
+
+def _by_names(state: dict, module: nn.Module, optim: torch.optim.Optimizer) -> dict:
+    """A whole optimizer state by parameter names. That of a run without FSDP counts parameters, in the order of the
+    optimizer's groups."""
+    if not any(isinstance(key, int) for key in state["state"]):
+        return state
+    names = parameter_names(module)
+    numbered = dict(enumerate(names[p] for group in optim.param_groups for p in group["params"]))
+    groups = [{**group, "params": [numbered[n] for n in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbered[n]: values for n, values in state["state"].items()}, "param_groups": groups}
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate wrapped."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _model_of(optimizer: Any, accelerator: Any, model: nn.Module) -> nn.Module:
+    """The prepared model whose parameters the optimizer holds; `model`, which Accelerate found by number, or else."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for candidate in [model, *accelerator._models]:
+        if any(id(p) in held for p in candidate.parameters()):
+            return candidate
+    return model
+
+
+# ---------------------------------------------------------------------------------------- the accelerator's methods
+
+
+def get_state_dict(stock, self, model, unwrap=True) -> dict:
+    """The whole state dict in host memory on the first rank, empty on others. Collective over the model's ranks."""
+    return full_state_dict(inner(model), rank0_only=True)
+
+
+class _Models(list):
+    """Stock code takes an optimizer's model by the optimizer's number. Ours finds it by the parameters, so that there
+    may be more optimizers than models."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(min(index, len(self) - 1) if isinstance(index, int) else index)
+
+
+def save_or_load_state(stock, self, *args, **kwargs):
+    """`save_state` and `load_state`: stock, with its steps for version 1, which load a scaler like everything else."""
+    plugin, models = plugin_of(self), self._models
+    assert plugin is not None
+    self._models = _Models(models)
+    try:
+        with plugin.as_version_1():
+            return stock(self, *args, **kwargs)
+    finally:
+        self._models = models
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _is_full(plugin: ShardkitPlugin) -> bool:
+    return getattr(plugin.state_dict_type, "name", "") == "FULL_STATE_DICT"
+
+
+def _full_name(name: str, index: int) -> str:
+    return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
+
+
+def _find(group, folder: Path, name: str, index: int, prefer_full: bool, others: list[Path]) -> Path:
+    """What there is to load, decided by the first rank, seen by all. Two object gathers."""
+    sharded = folder if folder.name == f"{name}_{index}" else folder / f"{name}_{index}"
+    full = folder / _full_name(name, index)
+
+    def look():
+        if group.rank:
+            return None
+        there = [sharded] if files.is_complete(sharded) else []
+        there += [full] if full.is_file() else []
+        there += [path for path in others if path.is_file()]
+        if not there:
+            raise CheckpointError(
+                f"{folder} has none of {', '.join(p.name for p in (sharded, full, *others))}. Pass a folder that "
+                "save_state() or the Trainer wrote."
+            )
+        return full if prefer_full and full in there else there[0]
+
+    path = group.all_gather_object(together(group, f"looking into {folder}", look))[0]
+
+    def check():
+        if not path.exists():
+            raise CheckpointError(f"{path} is there for the first rank and not here: ranks must share the file system.")
+
+    together(group, f"looking for {path}", check)
+    return path
+
+
+def _save_whole(group, path: Path, state: dict) -> None:
+    def save():
+        if group.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.writing")
+            torch.save(state, temporary)
+            files.rename(temporary, path)
+
+    together(group, f"saving {path}", save)
+
+
+def _mapped(path: Path) -> dict:
+    """What torch.save wrote, mapped into memory: what is not read is not loaded."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _refuse_files_per_rank(use_dcp: bool) -> None:
+    if not use_dcp:
+        raise ConfigError(
+            "use_dcp=False writes files that only as many ranks can read. shardkit's sharded checkpoints communicate no "
+            "tensors either: leave use_dcp at True."
+        )

@@ -1,0 +1,110 @@
+"""The fixed list of what shardkit replaces in Accelerate, transformers and TRL, and who asked for it.
+
+The same list, offered upstream, is the small plug-in protocol of docs/accelerate_protocol.md.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import checkpoints, preparing, trainer
+from .plugin import ShardkitPlugin, is_the_word
+from .seams import Seam, Table, version_of
+
+_always = False  # every FSDP setting means shardkit, whatever its version
+
+
+def is_asked_for(plugin: Any) -> bool:
+    """Whether a plugin that is being made is for shardkit."""
+    asked = plugin.fsdp_version if plugin.fsdp_version is not None else os.environ.get("FSDP_VERSION")
+    return _always or isinstance(plugin, ShardkitPlugin) or is_the_word(asked)
+
+
+def plugin_post_init(stock, self) -> None:
+    """Whoever makes the plugin (environment, Trainer, script) gets a ShardkitPlugin where it is for shardkit."""
+    self.__class__ = ShardkitPlugin
+    self.take_request()
+    stock(self)
+
+
+def partial_state_init(stock, self, *args, **kwargs) -> None:
+    table.complete()  # of modules whose import had only begun when the table was installed
+    preparing.partial_state(stock, self, *args, **kwargs)
+
+
+_ACCELERATOR = "accelerate.accelerator"
+_FSDP_UTILS = "accelerate.utils.fsdp_utils"
+
+table = Table([
+    Seam("accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__post_init__", ("self",),
+         is_asked_for, plugin_post_init),
+    Seam("accelerate.state", "PartialState.__init__", ("self", "cpu"),
+         preparing.on_cpu_ranks, partial_state_init),
+    Seam("accelerate.state", "AcceleratorState.__init__", ("self", "mixed_precision", "cpu", "fsdp_plugin"),
+         preparing.asks_for_shardkit, preparing.accelerator_state),
+    Seam(_ACCELERATOR, "Accelerator.prepare", ("self",),
+         preparing.is_ours, preparing.prepare),
+    Seam(_ACCELERATOR, "Accelerator.prepare_model", ("self", "model", "device_placement", "evaluation_mode"),
+         preparing.is_ours, preparing.prepare_model),
+    Seam(_ACCELERATOR, "Accelerator.clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type"),
+         preparing.is_ours, preparing.clip_grad_norm_),
+    Seam(_ACCELERATOR, "Accelerator.clip_grad_value_", ("self", "parameters", "clip_value"),
+         preparing.is_ours, preparing.clip_grad_value_),
+    Seam(_ACCELERATOR, "Accelerator.get_state_dict", ("self", "model", "unwrap"),
+         checkpoints.concerns_state_dict, checkpoints.get_state_dict),
+    Seam(_ACCELERATOR, "Accelerator.save_state", ("self", "output_dir"),
+         preparing.is_ours, checkpoints.save_or_load_state),
+    Seam(_ACCELERATOR, "Accelerator.load_state", ("self", "input_dir"),
+         preparing.is_ours, checkpoints.save_or_load_state),
+    Seam(_FSDP_UTILS, "save_fsdp_model", ("fsdp_plugin", "accelerator", "model", "output_dir", "model_index",
+                                          "adapter_only"),
+         checkpoints.concerns_model, checkpoints.save_model),
+    Seam(_FSDP_UTILS, "load_fsdp_model", ("fsdp_plugin", "accelerator", "model", "input_dir", "model_index",
+                                          "adapter_only"),
+         checkpoints.concerns_model, checkpoints.load_model_state),
+    Seam(_FSDP_UTILS, "save_fsdp_optimizer", ("fsdp_plugin", "accelerator", "optimizer", "model", "output_dir",
+                                              "optimizer_index"),
+         checkpoints.concerns_optimizer, checkpoints.save_optimizer),
+    Seam(_FSDP_UTILS, "load_fsdp_optimizer", ("fsdp_plugin", "accelerator", "optimizer", "model", "input_dir",
+                                              "optimizer_index", "adapter_only"),
+         checkpoints.concerns_optimizer, checkpoints.load_optimizer_state),
+    Seam("transformers.trainer", "Trainer.save_model", ("self", "output_dir", "_internal_call"),
+         trainer.trains_with_shardkit, trainer.save_model),
+    Seam("transformers.training_args", "TrainingArguments._process_fsdp_args", ("self",),
+         trainer.names_shardkit, trainer.process_fsdp_args, since="5.0"),
+    Seam("trl.models.utils", "prepare_fsdp", ("model", "accelerator"),
+         trainer.is_for_shardkit, trainer.prepare_fsdp, since="0.16"),
+])  # fmt: skip
+
+
+def install(always: bool = True) -> None:
+    """Makes Accelerate train with shardkit, in this process, from now on. Idempotent; no communication.
+
+    always: for every FSDP setting. False: where `fsdp_version` is "shardkit", or the plugin a ShardkitPlugin.
+
+    Call it before the Accelerator or the TrainingArguments are made. Raises ShardkitIncompatible, naming the entry and
+    the versions, and changing nothing, where the installed Accelerate or transformers does not fit.
+    """
+    global _always
+    table.install("accelerate")
+    _always = _always or always
+
+
+def uninstall() -> None:
+    """Puts back everything that `install` replaced. Models that were prepared stay sharded."""
+    global _always
+    table.uninstall()
+    _always = False
+
+
+def status() -> dict[str, Any]:
+    """What is replaced, for whom, and in which versions:
+    `{"installed": bool, "always": bool, "versions": {package: version}, "entries": {entry: state}}`."""
+    packages = dict.fromkeys(["shardkit", *(seam.package for seam in table.seams)])
+    return {
+        "installed": bool(table.installed),
+        "always": _always,
+        "versions": {name: version_of(name) for name in packages},
+        "entries": table.describe(),
+    }

@@ -3,7 +3,7 @@
     with accelerate(shardkit=True, FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"):      # what a YAML would export
         accelerator = Accelerator(...)
     with accelerate(): ...                       # the same ranks as DDP
-    with accelerate(fsdp2=True): ...             # the same ranks as stock FSDP version 2, which runs on CPUs if forced to
+    with accelerate(fsdp2=True): ...             # the same ranks as stock FSDP version 2, forced to run on CPUs
 
 Accelerate keeps its state in class attributes and its settings in the environment; the harness restores the latter
 after each test, this does both after each block, so that one test can compare several.

@@ -3,8 +3,8 @@
 File names and contents are those of Accelerate with FSDP version 2, so that either resumes what the other saved, on any
 number of ranks:
 
-    FULL_STATE_DICT       pytorch_model_fsdp.bin, optimizer.bin        whole tensors by parameter names, first rank writes
-    SHARDED_STATE_DICT    pytorch_model_fsdp_0/, optimizer_0/          shardkit's sharded checkpoints (torch's DCP format)
+    FULL_STATE_DICT       pytorch_model_fsdp.bin, optimizer.bin    whole tensors by parameter names, from the first rank
+    SHARDED_STATE_DICT    pytorch_model_fsdp_0/, optimizer_0/      shardkit's sharded checkpoints, in torch's DCP format
 
 What is there decides how it is loaded, whatever the plugin says: a checkpoint of the other kind, or of a run without
 FSDP, loads as well. Each rank reads its own part, and no optimizer step is taken to load a state.
@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 
 from ..checkpoint import files
+from ..checkpoint.adapters import has_adapters, needed_to_save, trained_names
 from ..checkpoint.agreement import together
 from ..checkpoint.full import full_state_dict, gather_whole, steps_of
 from ..checkpoint.huggingface import load_safetensors
@@ -65,13 +66,15 @@ def save_model(
     _refuse_files_per_rank(use_dcp)
     module, folder = inner(model), Path(output_dir).absolute()
     group = world_of(steps_of(module))
-    adapter = adapter_only and _has_adapter(module)
+    state: dict[str, Any] = module.state_dict()
+    names = trained_names(module, state, group) if adapter_only and has_adapters(module) else None
     if _is_full(plugin):
-        trainable = {clean(name) for name, p in module.named_parameters() if p.requires_grad}
-        state = {k: v for k, v in module.state_dict().items() if not adapter or clean(k) in trainable}
+        if names is not None:  # as stock: here the names are the model's
+            state = {key: state[key] for key in names.values()}
         _save_whole(group, folder / _full_name(MODEL, model_index), gather_whole(module, state, rank0_only=True))
     else:
-        state = _adapter_state(module) if adapter else module.state_dict()
+        if names is not None:
+            state = {name: state[key] for name, key in names.items()}
         write(folder / f"{MODEL}_{model_index}", take_model(module, state), group, latest=False)
 
 
@@ -83,10 +86,10 @@ def load_model_state(
     module, folder = inner(model), Path(input_dir).absolute()
     group = world_of(steps_of(module))
     weights = [folder / SINGLE, folder / INDEX] if model_index == 0 else [folder / f"model_{model_index}.safetensors"]
-    path = _find(group, folder, MODEL, model_index, _is_full(plugin), weights)
-    adapter = adapter_only and _has_adapter(module)
+    path = _find(group, folder, MODEL, model_index, weights)
+    adapter = adapter_only and has_adapters(module)
     if path.is_dir():
-        return _load_sharded(group, path, module, adapter)
+        return _load_adapters(group, path, module) if adapter else _load_sharded(group, path, module)
     if path in weights:
         load_safetensors(module, path.parent if path.name == INDEX else path)
         return LoadResult([], [])
@@ -94,39 +97,42 @@ def load_model_state(
     return together(group, f"loading the model from {path}", lambda: _load_whole(module, state, not adapter))
 
 
-def _load_sharded(group, path: Path, module: nn.Module, adapter: bool) -> LoadResult:
+def _load_sharded(group, path: Path, module: nn.Module) -> LoadResult:
+    with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
+        together(group, f"loading the model from {path}", lambda: load_model(checkpoint, module, strict=True))
+    return LoadResult([], [])
+
+
+def _load_adapters(group, path: Path, module: nn.Module) -> LoadResult:
+    state = module.state_dict()
+    names, missing = trained_names(module, state, group), []
     with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
 
         def load():
-            if not adapter:
-                return load_model(checkpoint, module, strict=True)
-            for name, value in _adapter_state(module).items():
-                if isinstance(value, LocalShard):
-                    read_piece(checkpoint, f"model.{clean(name)}", value)
+            loaded = {}
+            for name, key in names.items():
+                there = [n for n in (f"model.{name}", f"model.{clean(key)}") if n in checkpoint.tensors]
+                if not there:
+                    missing.append(key)
+                elif isinstance(state[key], LocalShard):
+                    read_piece(checkpoint, there[0], state[key])
+                    loaded[key] = state[key]  # in place already, unless a hook has made a copy
                 else:
-                    value.copy_(checkpoint.tensor(f"model.{clean(name)}").read(checkpoint.reader))
+                    loaded[key] = checkpoint.tensor(there[0]).read(checkpoint.reader)
+            if not loaded:
+                raise ConfigError(f"{path} has nothing of what this model trains: {', '.join(missing[:5])}, ...")
             for step in steps_of(module):
                 for flat in step.flats:
                     flat.forget()
+            module.load_state_dict(loaded, strict=False)
 
         together(group, f"loading the model from {path}", load)
-    return LoadResult([], [])
+    return LoadResult(missing, [])
 
 
 def _load_whole(module: nn.Module, state: dict, strict: bool) -> Any:
     prefixed = {clean(key): key for key in module.state_dict()}
     return module.load_state_dict({prefixed.get(clean(k), k): v for k, v in state.items()}, strict=strict)
-
-
-def _has_adapter(module: nn.Module) -> bool:
-    return hasattr(module, "peft_config") and hasattr(module, "active_adapter")
-
-
-def _adapter_state(module: nn.Module) -> dict[str, Any]:
-    """The active adapter's tensors, which share the model's memory, under the names that peft saves them with."""
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(module, adapter_name=module.active_adapter)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------- optimizers
@@ -153,7 +159,7 @@ def load_optimizer_state(
     _refuse_files_per_rank(use_dcp)
     module, optim = inner(_model_of(optimizer, accelerator, model)), _bare(optimizer)
     group, folder = world_of(steps_of(module)), Path(input_dir).absolute()
-    path = _find(group, folder, OPTIMIZER, optimizer_index, _is_full(plugin), [folder / "optimizer.pt"])
+    path = _find(group, folder, OPTIMIZER, optimizer_index, [folder / "optimizer.pt"])
     if path.is_dir():
         with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
             doing = f"loading the optimizer from {path}"
@@ -201,7 +207,11 @@ def _model_of(optimizer: Any, accelerator: Any, model: nn.Module) -> nn.Module:
 
 def get_state_dict(stock, self, model, unwrap=True) -> dict:
     """The whole state dict in host memory on the first rank, empty on others. Collective over the model's ranks."""
-    return full_state_dict(inner(model), rank0_only=True)
+    module, plugin = inner(model), plugin_of(self)
+    if plugin is not None and plugin.saves_for_peft and has_adapters(module):
+        state = needed_to_save(module, module.state_dict(), world_of(steps_of(module)))
+        return gather_whole(module, state, rank0_only=True)
+    return full_state_dict(module, rank0_only=True)
 
 
 class _Models(list):
@@ -235,23 +245,24 @@ def _full_name(name: str, index: int) -> str:
     return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
 
 
-def _find(group, folder: Path, name: str, index: int, prefer_full: bool, others: list[Path]) -> Path:
-    """What there is to load, decided by the first rank, seen by all. Two object gathers."""
+def _find(group, folder: Path, name: str, index: int, others: list[Path]) -> Path:
+    """What there is to load, decided by the first rank, seen by all: the newer one of the two kinds, where a run changed
+    its `state_dict_type`, else the first of `others`. Three object gathers."""
     sharded = folder if folder.name == f"{name}_{index}" else folder / f"{name}_{index}"
     full = folder / _full_name(name, index)
 
     def look():
         if group.rank:
             return None
-        there = [sharded] if files.is_complete(sharded) else []
-        there += [full] if full.is_file() else []
+        saved = {path: mark for path, mark in ((sharded, sharded / files.METADATA), (full, full)) if mark.is_file()}
+        there = sorted(saved, key=lambda path: saved[path].stat().st_mtime_ns, reverse=True)
         there += [path for path in others if path.is_file()]
         if not there:
             raise CheckpointError(
                 f"{folder} has none of {', '.join(p.name for p in (sharded, full, *others))}. Pass a folder that "
                 "save_state() or the Trainer wrote."
             )
-        return full if prefer_full and full in there else there[0]
+        return there[0]
 
     path = group.all_gather_object(together(group, f"looking into {folder}", look))[0]
 
@@ -282,6 +293,6 @@ def _mapped(path: Path) -> dict:
 def _refuse_files_per_rank(use_dcp: bool) -> None:
     if not use_dcp:
         raise ConfigError(
-            "use_dcp=False writes files that only as many ranks can read. shardkit's sharded checkpoints communicate no "
-            "tensors either: leave use_dcp at True."
+            "use_dcp=False writes files that only as many ranks can read. shardkit's sharded checkpoints communicate "
+            "no tensors either: leave use_dcp at True."
         )

@@ -70,9 +70,21 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
     Raises ConfigError for an unknown option, or one that Accelerate sets (`device_id`).
     """
 
+    # Accelerate declares these for its own values; here they pass through everybody's.
+    fsdp_version: Any
+    backward_prefetch: Any
+    sync_module_states: Any
+    mixed_precision_policy: Any
+    reshard_after_forward: Any
+    cpu_offload: Any
+    activation_checkpointing: Any
+    state_dict_type: Any
+
     wrap_options: dict[str, Any]
     """Arguments of `shardkit.auto_wrap` that are the same for every model."""
     no_sync: bool
+    saves_for_peft = False
+    """While the Trainer collects what `PeftModel.save_pretrained` reads: the frozen base model is not gathered."""
 
     def __init__(self, **given: Any):
         from .table import table
@@ -93,7 +105,7 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         unknown = sorted(set(given) - _OWN - _SHARED)
         if unknown:
             known = ", ".join(sorted(_OWN | _SHARED))
-            raise ConfigError(f"shardkit has no option {', '.join(unknown)} to set through Accelerate. It has: {known}.")
+            raise ConfigError(f"shardkit has no option {', '.join(unknown)} to set in Accelerate. It has: {known}.")
         self.fsdp_version = 2
         self.no_sync = bool(given.pop("no_sync", False))
         self._policy = given.pop("policy", None)
@@ -211,7 +223,8 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         options["device_id"] = device
         mixed = options.get("mixed_precision")
         if mixed is None and precision == "fp16" and device.type == "cpu":
-            warnings.warn("mixed_precision='fp16' has no effect on CPU ranks, as in Accelerate: training in fp32.")
+            said = "mixed_precision='fp16' has no effect on CPU ranks, as in Accelerate: training in float32."
+            warnings.warn(said, stacklevel=2)
         elif mixed is None and self.mixed_precision_policy is not None:
             mixed = _precision(self.mixed_precision_policy, only_compute=self._precision_is_accelerates)
         if mixed is None or mixed.param_dtype is None:
@@ -246,7 +259,8 @@ def _from_environment() -> dict[str, Any]:
         if not isinstance(options, dict):
             raise ValueError("it is no object")
     except ValueError as error:
-        raise ConfigError(f'{OPTIONS_VARIABLE} must hold JSON such as {{"sharding_strategy": "zero2"}}: {error}') from None
+        example = '{"sharding_strategy": "zero2"}'
+        raise ConfigError(f"{OPTIONS_VARIABLE} must hold JSON such as {example}: {error}") from None
     return options
 
 
@@ -290,7 +304,7 @@ def _precision(policy: Any, only_compute: bool = False) -> MixedPrecision:
     if only_compute:
         return MixedPrecision(param_dtype=read("param_dtype"))
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
-    values = {name: read(name) for name in names if read(name) is not None}
+    values: dict[str, Any] = {name: read(name) for name in names if read(name) is not None}
     # JSON has names of dtypes.
     return MixedPrecision(**{k: getattr(torch, v) if isinstance(v, str) else v for k, v in values.items()})
 

@@ -27,7 +27,8 @@ _NO_SYNC = "_shardkit_no_sync"
 class Prepared(FSDPModule, api.FullyShardedDataParallel):
     """A unit of a model that Accelerate prepared, with the methods of FSDP version 2 that Accelerate calls."""
 
-    _is_fsdp_managed_module = True  # transformers' generate() keeps ranks together by it
+    # transformers' generate() keeps ranks together by it. torch.compile, which looks too, asks for the second.
+    _is_fsdp_managed_module = _fsdp_use_orig_params = True
 
     def __new__(cls, *args, **kwargs):
         return object.__new__(cls)
@@ -52,7 +53,7 @@ def is_ours(accelerator: Any, *args: Any, **kwargs: Any) -> bool:
 
 def inner(model: nn.Module) -> nn.Module:
     """The module that torch.compile wrapped, or the module itself."""
-    return model._modules.get("_orig_mod") or model  # type: ignore[return-value]
+    return model._modules.get("_orig_mod") or model
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -94,8 +95,8 @@ def _refuse(state: Any) -> None:
     if state.distributed_type == DistributedType.NO and ranks > 1:
         raise StateError(
             f"{ranks} processes were started, and Accelerate found no process group for them: each would train a model "
-            "of its own. Make the Accelerator before other code makes an AcceleratorState, and start the processes with "
-            "`accelerate launch` or torchrun."
+            "of its own. Make the Accelerator before other code makes an AcceleratorState, and start the processes "
+            "with `accelerate launch` or torchrun."
         )
     if state._mixed_precision == "fp8":
         raise ConfigError("mixed_precision='fp8' is not supported with shardkit. Use bf16.")
@@ -144,6 +145,9 @@ def shard(model: nn.Module, accelerator: Any) -> None:
     group = options.pop("process_group", None)
     api._wrap(module, plugin.units(module), group, options, mixin=Prepared)
     setattr(module, _NO_SYNC, plugin.no_sync)
+    for part in module.modules():  # peft and value heads generate from the model that they wrap
+        if callable(getattr(type(part), "generate", None)):
+            part._is_fsdp_managed_module = part._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 # ------------------------------------------------------------------------------------------------------ in the loop

@@ -2,11 +2,13 @@
 
 A `Seam` names a public function or method and the parameters that its replacement relies on. `Table.install` looks all
 of them up and checks them before it changes the first; what does not fit raises `ShardkitIncompatible` with everything
-as it was. A module that is not imported yet gets its seams when it is.
+as it was. A module that is not imported yet gets its seams when it is, and one whose import is under way when the names
+are there: whenever a replaced function is called or another module is imported meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -15,6 +17,7 @@ import importlib.machinery
 import importlib.metadata
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +36,8 @@ class Seam:
     replacement: Callable[..., Any]
     since: str = ""
     """Oldest version of the module's package that has it; it is passed over in older ones."""
+    until: str = ""
+    """First version that has no use for it any more."""
 
     @property
     def package(self) -> str:
@@ -42,16 +47,24 @@ class Seam:
         return f"{self.module}.{self.name}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Change:
-    """`holder.attribute` was `before`."""
+    """`stock`, found as `attribute` of `holders`, was replaced by `new`."""
 
-    holder: Any
+    holders: tuple[Any, ...]
     attribute: str
-    before: Any
+    stock: Any
+    new: Any
 
     def undo(self) -> None:
-        setattr(self.holder, self.attribute, self.before)
+        """Puts `stock` back wherever `new` is, also in modules that imported it since. What somebody else has put in
+        its place stays: it may call `new`, which then only passes on."""
+        for holder in self.holders:
+            if vars(holder).get(self.attribute) is self.new:
+                setattr(holder, self.attribute, self.stock)
+        if not inspect.isclass(self.holders[0]):
+            for module, name in _names_of(self.new):
+                setattr(module, name, self.stock)
 
 
 class Table:
@@ -59,7 +72,8 @@ class Table:
 
     def __init__(self, seams: Iterable[Seam]):
         self.seams = tuple(seams)
-        self.installed: dict[Seam, list[_Change]] = {}
+        self.installed: dict[Seam, _Change] = {}
+        self.is_waiting = False  # for names of a module that is being imported
         self._finder: _AfterImport | None = None
 
     def install(self, needed: str) -> None:
@@ -68,56 +82,75 @@ class Table:
         Does nothing for seams that are installed. Raises ShardkitIncompatible, with everything taken back.
         """
         for seam in self.seams:
-            if seam.package == needed:
-                importlib.import_module(seam.module)
+            if seam.package == needed and _is_of_this_version(seam):
+                _import(seam)
         if self._finder is None:
-            self._finder = _AfterImport({seam.module for seam in self.seams}, self.complete)
+            self._finder = _AfterImport(self)
             sys.meta_path.insert(0, self._finder)
         self.complete()
 
     def complete(self) -> None:
         """Installs the seams whose modules have been imported meanwhile. Raises ShardkitIncompatible as `install`."""
+        self.is_waiting = False  # first: looking up imports nothing, but what others do in another thread may
+        pending = [seam for seam in self.seams if seam not in self.installed and seam.module in sys.modules]
+        pending = [seam for seam in pending if _is_of_this_version(seam)]
+        ready = [seam for seam in pending if _is_ready(seam)]
         try:
-            self._install([seam for seam in self.seams if seam not in self.installed and _is_ready(seam)])
+            self._install(ready)
         except BaseException:
             self.uninstall()
             raise
+        self.is_waiting = len(ready) < len(pending)
 
     def uninstall(self) -> None:
         """Puts back what was there."""
+        self.is_waiting = False
         if self._finder is not None:
-            sys.meta_path.remove(self._finder)
+            with contextlib.suppress(ValueError):  # somebody else has taken it out
+                sys.meta_path.remove(self._finder)
             self._finder = None
-        for changes in self.installed.values():
-            for change in reversed(changes):
-                change.undo()
+        changes = list(self.installed.values())
         self.installed.clear()
+        for change in reversed(changes):
+            change.undo()
 
     def _install(self, seams: list[Seam]) -> None:
         found = [(seam, *_look_up(seam)) for seam in seams]  # all of them before the first change
         for seam, holder, stock in found:
-            attribute = seam.name.rpartition(".")[2]
-            new = _gated(seam, stock)
-            changes = self.installed.setdefault(seam, [])
-            for place in [holder] if inspect.isclass(holder) else _who_imported(attribute, stock):
-                changes.append(_Change(place, attribute, stock))
+            attribute, new = seam.name.rpartition(".")[2], self._gated(seam, stock)
+            holders = (holder,) if inspect.isclass(holder) else (holder, *_who_imported(attribute, stock))
+            self.installed[seam] = _Change(holders, attribute, stock, new)
+            for place in holders:
                 setattr(place, attribute, new)
 
+    def _gated(self, seam: Seam, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def gate(*args, **kwargs):
+            if self.is_waiting:
+                self.complete()
+            # Copies of the gate that nobody can find, in a closure for one, are stock again after uninstall().
+            if seam in self.installed and seam.ours(*args, **kwargs):
+                return seam.replacement(stock, *args, **kwargs)
+            return stock(*args, **kwargs)
+
+        return gate
+
     def describe(self) -> dict[str, str]:
-        """{entry: "installed", "waits for its import" or why not}."""
+        """{entry: "installed", "waits for its import", "not in PACKAGE VERSION" or "not installed"}."""
         out = {}
         for seam in self.seams:
             if seam in self.installed:
                 out[str(seam)] = "installed"
-            elif self._finder is not None and seam.module not in sys.modules:
-                out[str(seam)] = "waits for its import"
-            elif self._finder is not None and _is_too_old(seam):
+            elif not _is_of_this_version(seam):
                 out[str(seam)] = f"not in {seam.package} {version_of(seam.package)}"
+            elif self._finder is not None:
+                out[str(seam)] = "waits for its import"
             else:
                 out[str(seam)] = "not installed"
         return out
 
 
+@functools.lru_cache  # an import that is under way asks many times
 def version_of(package: str) -> str:
     """The installed version; "?" where there is no record of one."""
     try:
@@ -126,11 +159,14 @@ def version_of(package: str) -> str:
         return "?"
 
 
-def _is_too_old(seam: Seam) -> bool:
-    return bool(seam.since) and _numbers(version_of(seam.package)) < _numbers(seam.since)
+def _is_of_this_version(seam: Seam) -> bool:
+    """Whether the installed package has it. Of a package without a version, everything is expected."""
+    there = _numbers(version_of(seam.package)) if seam.since or seam.until else ()
+    return not there or _numbers(seam.since) <= there and not (seam.until and _numbers(seam.until) <= there)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """Those of a release; a release of development counts as the release."""
     out = []
     for part in version.split("."):
         if not part.isdigit():
@@ -140,12 +176,19 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _is_ready(seam: Seam) -> bool:
-    """False where the module is not imported, or where its import has begun and has not come to the name yet."""
-    module = sys.modules.get(seam.module)
-    if module is None or _is_too_old(seam):
-        return False
+    """False where the import has begun and has not come to the name yet."""
+    module = sys.modules[seam.module]
     importing = getattr(getattr(module, "__spec__", None), "_initializing", False)
     return not importing or hasattr(module, seam.name.partition(".")[0])
+
+
+def _import(seam: Seam) -> None:
+    try:
+        importlib.import_module(seam.module)
+    except ModuleNotFoundError as error:
+        if error.name != seam.module:
+            raise
+        raise _incompatible(seam, "is not there, and shardkit replaces it") from None
 
 
 def _look_up(seam: Seam) -> tuple[Any, Callable]:
@@ -154,28 +197,25 @@ def _look_up(seam: Seam) -> tuple[Any, Callable]:
     *path, attribute = seam.name.split(".")
     for part in path:
         holder = getattr(holder, part, None)
-    stock = vars(holder).get(attribute) if holder is not None else None
-    where = f"{seam} of {seam.package} {version_of(seam.package)}"
-    advice = "Install versions that shardkit was tested with (see its README), or run without shardkit.accelerate."
+    stock = getattr(holder, "__dict__", {}).get(attribute)
     if not callable(stock):
-        raise ShardkitIncompatible(f"{where} is not there, and shardkit replaces it. {advice}")
+        raise _incompatible(seam, "is not there, and shardkit replaces it")
     known = inspect.signature(stock).parameters
+    kinds = {parameter.kind for parameter in known.values()}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return holder, stock  # somebody else's replacement, which passes everything on
     missing = [name for name in seam.parameters if name not in known]
-    if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-        raise ShardkitIncompatible(
-            f"{where} takes ({', '.join(known)}); shardkit's replacement relies on {', '.join(missing)}. {advice}"
-        )
+    if missing or [name for name in known if name in seam.parameters] != list(seam.parameters):
+        relied = f"relies on {', '.join(missing)}" if missing else f"takes ({', '.join(seam.parameters)}) in this order"
+        raise _incompatible(seam, f"takes ({', '.join(known)}); shardkit's replacement {relied}")
     return holder, stock
 
 
-def _gated(seam: Seam, stock: Callable) -> Callable:
-    @functools.wraps(stock)
-    def gate(*args, **kwargs):
-        if seam.ours(*args, **kwargs):
-            return seam.replacement(stock, *args, **kwargs)
-        return stock(*args, **kwargs)
-
-    return gate
+def _incompatible(seam: Seam, why: str) -> ShardkitIncompatible:
+    return ShardkitIncompatible(
+        f"{seam} of {seam.package} {version_of(seam.package)} {why} (shardkit {version_of('shardkit')}). Install "
+        "versions that shardkit was tested with (see its README), or run without shardkit.accelerate."
+    )
 
 
 def _who_imported(name: str, function: Callable) -> list[Any]:
@@ -183,19 +223,35 @@ def _who_imported(name: str, function: Callable) -> list[Any]:
     return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `then()` whenever one of `modules` has been imported."""
+def _names_of(function: Callable) -> list[tuple[Any, str]]:
+    """Every (module, name) that is the function, under whatever name."""
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
+    return [(m, name) for m in modules for name, value in list(vars(m).items()) if value is function]
 
-    def __init__(self, modules: set[str], then: Callable[[], Any]):
-        self.modules, self.then = modules, then
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Has the table completed after each of its modules was imported, and whenever it waits for one."""
+
+    def __init__(self, table: Table):
+        self.table, self.modules = table, {seam.module for seam in table.seams}
 
     def find_spec(self, fullname, path=None, target=None):
+        if self.table.is_waiting:
+            self.table.complete()
         if fullname not in self.modules:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self.then)  # type: ignore[assignment]
-        return spec
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Then(spec.loader, self._completed)
+                return spec
+        return None
+
+    def _completed(self) -> None:
+        if self.table._finder is self:  # or it was uninstalled while the module was being imported
+            self.table.complete()
 
 
 class _Then(importlib.abc.Loader):

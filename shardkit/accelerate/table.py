@@ -1,36 +1,54 @@
 """The fixed list of what shardkit replaces in Accelerate, transformers and TRL, and who asked for it.
 
 The same list, offered upstream, is the small plug-in protocol of docs/accelerate_protocol.md.
+
+Importing this module imports none of the others: the hook of `shardkit_autoload` may run in the middle of their own
+import of Accelerate, and whoever asks for shardkit and then does not use FSDP need not load it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
-from . import checkpoints, preparing, trainer
-from .plugin import ShardkitPlugin, is_the_word
 from .seams import Seam, Table, version_of
 
 _always = False  # every FSDP setting means shardkit, whatever its version
 
 
+class _Late:
+    """The functions of a module of this package, which is imported when the first of them is called."""
+
+    def __init__(self, module: str):
+        self._module = f"{__package__}.{module}"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args, **kwargs):
+            return getattr(importlib.import_module(self._module), name)(*args, **kwargs)
+
+        return call
+
+
+checkpoints, preparing, trainer = _Late("checkpoints"), _Late("preparing"), _Late("trainer")
+
+
 def is_asked_for(plugin: Any) -> bool:
     """Whether a plugin that is being made is for shardkit."""
+    from .plugin import ShardkitPlugin, is_the_word
+
     asked = plugin.fsdp_version if plugin.fsdp_version is not None else os.environ.get("FSDP_VERSION")
     return _always or isinstance(plugin, ShardkitPlugin) or is_the_word(asked)
 
 
 def plugin_post_init(stock, self) -> None:
     """Whoever makes the plugin (environment, Trainer, script) gets a ShardkitPlugin where it is for shardkit."""
+    from .plugin import ShardkitPlugin
+
     self.__class__ = ShardkitPlugin
     self.take_request()
     stock(self)
-
-
-def partial_state_init(stock, self, *args, **kwargs) -> None:
-    table.complete()  # of modules whose import had only begun when the table was installed
-    preparing.partial_state(stock, self, *args, **kwargs)
 
 
 _ACCELERATOR = "accelerate.accelerator"
@@ -40,7 +58,7 @@ table = Table([
     Seam("accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__post_init__", ("self",),
          is_asked_for, plugin_post_init),
     Seam("accelerate.state", "PartialState.__init__", ("self", "cpu"),
-         preparing.on_cpu_ranks, partial_state_init),
+         preparing.on_cpu_ranks, preparing.partial_state),
     Seam("accelerate.state", "AcceleratorState.__init__", ("self", "mixed_precision", "cpu", "fsdp_plugin"),
          preparing.asks_for_shardkit, preparing.accelerator_state),
     Seam(_ACCELERATOR, "Accelerator.prepare", ("self",),
@@ -71,6 +89,8 @@ table = Table([
          checkpoints.concerns_optimizer, checkpoints.load_optimizer_state),
     Seam("transformers.trainer", "Trainer.save_model", ("self", "output_dir", "_internal_call"),
          trainer.trains_with_shardkit, trainer.save_model),
+    Seam("transformers.modeling_utils", "ModuleUtilsMixin.num_parameters", ("self",),
+         trainer.is_a_sharded_model, trainer.num_parameters),
     Seam("transformers.training_args", "TrainingArguments._process_fsdp_args", ("self",),
          trainer.names_shardkit, trainer.process_fsdp_args, since="5.0"),
     Seam("trl.models.utils", "prepare_fsdp", ("model", "accelerator"),
@@ -87,8 +107,9 @@ def install(always: bool = True) -> None:
     the versions, and changing nothing, where the installed Accelerate or transformers does not fit.
     """
     global _always
+    was_installed = bool(table.installed)
     table.install("accelerate")
-    _always = _always or always
+    _always = _always and was_installed or always
 
 
 def uninstall() -> None:
@@ -104,7 +125,7 @@ def status() -> dict[str, Any]:
     packages = dict.fromkeys(["shardkit", *(seam.package for seam in table.seams)])
     return {
         "installed": bool(table.installed),
-        "always": _always,
+        "always": bool(table.installed) and _always,
         "versions": {name: version_of(name) for name in packages},
         "entries": table.describe(),
     }

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn as nn
 
+from ..checkpoint.adapters import prompts_at_hand
+from ..runtime.flat_param import home_of
 from .plugin import _OWN, _SHARED, Asked, _strategy_of, is_the_word
-from .preparing import is_ours, is_sharded, plugin_of, shard
+from .preparing import inner, is_ours, is_sharded, plugin_of, shard
 
 
 def names_shardkit(arguments: Any) -> bool:
@@ -54,11 +57,38 @@ def save_model(stock, self, output_dir=None, _internal_call=False) -> None:
         return
     chosen = plugin.state_dict_type
     plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin.saves_for_peft = True
     try:
-        stock(self, output_dir, _internal_call)
+        with prompts_at_hand(inner(self.model)):
+            stock(self, output_dir, _internal_call)
     finally:
         plugin.set_state_dict_type(chosen)
+        plugin.saves_for_peft = False
     self.accelerator.wait_for_everyone()  # or another rank would look for files that the first is still writing
+
+
+def is_a_sharded_model(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    return is_sharded(model)
+
+
+def num_parameters(stock, self, *args, **kwargs) -> int:
+    """Counts whole parameters: Trainer's `total_flos` and the index of a saved model's files have this number."""
+    whole = [(name, _whole(param)) for name, param in self.named_parameters()]
+    self.__dict__["named_parameters"] = lambda: iter(whole)
+    try:
+        return stock(self, *args, **kwargs)
+    finally:
+        del self.__dict__["named_parameters"]
+
+
+def _whole(param: nn.Parameter) -> torch.Tensor:
+    """A tensor without memory, of a parameter's size before it was sharded."""
+    home = home_of(param)
+    if home is None:
+        return param
+    flat, index = home
+    shape = flat.infos[index].shape
+    return torch.empty(shape, dtype=param.dtype, device="meta", requires_grad=param.requires_grad)
 
 
 def is_for_shardkit(model: nn.Module, accelerator: Any, *args: Any, **kwargs: Any) -> bool:

@@ -16,9 +16,10 @@ from ..comm import Group
 from ..errors import CheckpointError, StateError
 from ..local_shard import LocalShard, ShardInfo
 from . import files
+from .adapters import has_adapters, needed_to_save, prompts_at_hand
 from .agreement import together
 from .background import finish
-from .full import full_state_dict, steps_of
+from .full import full_state_dict, gather_whole, steps_of
 from .load import load_model
 from .records import memory_of
 from .safetensors import FILE_BYTES, INDEX, SINGLE, Layout, Place, SafetensorsFolder, plan
@@ -195,9 +196,9 @@ def _dtype_of(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def save_pretrained(model: nn.Module, original: Callable, directory, *args: Any, **kwargs: Any) -> Any:
     """`model.save_pretrained(directory, ...)` of a sharded model, called on all ranks.
 
-    The whole weights are gathered to the first rank's host memory, which then saves them with the method that the model
-    has; the others return when it is done. With an explicit `state_dict`, the call goes straight through: one rank may
-    make it alone, as trainers do.
+    The whole weights (of peft's models, the adapters' alone) are gathered to the first rank's host memory, which then
+    saves them with the method that the model has; the others return when it is done. With an explicit `state_dict`, the
+    call goes straight through: one rank may make it alone, as trainers do.
     """
     if kwargs.get("state_dict") is not None:
         return original(directory, *args, **kwargs)
@@ -208,10 +209,14 @@ def save_pretrained(model: nn.Module, original: Callable, directory, *args: Any,
             "shardkit.save_safetensors(model, folder), or save shardkit.full_state_dict(model, rank0_only=True)."
         )
     group: Group = world_of(steps_of(model))
-    state = full_state_dict(model, rank0_only=True)
+    if has_adapters(model):
+        state = gather_whole(model, needed_to_save(model, model.state_dict(), group), rank0_only=True)
+    else:
+        state = full_state_dict(model, rank0_only=True)
     kwargs["is_main_process"] = True
 
     def save():
         return original(directory, *args, **{**kwargs, "state_dict": state}) if group.rank == 0 else None
 
-    return together(group, f"save_pretrained({str(directory)!r})", save)
+    with prompts_at_hand(model):
+        return together(group, f"save_pretrained({str(directory)!r})", save)

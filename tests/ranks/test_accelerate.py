@@ -1,5 +1,8 @@
 """Raw Accelerate loops: the numbers of DDP, whatever is prepared in whatever order, and what was saved resumes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -79,6 +82,7 @@ def test_a_loop_has_the_numbers_of_ddp_in_any_order_of_prepare(rank, world, orde
     ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}),
     ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_BACKWARD_PREFETCH": "NO_PREFETCH"}, {}),
     ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, {}),
+    ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {}),
     ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5000"}, {}),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}),
     ({"FSDP_OFFLOAD_PARAMS": "true"}, {}),
@@ -180,6 +184,30 @@ def test_save_state_and_load_state_replay(rank, world, kind, tmp_path):
         accelerator, things, _ = loop(make=lambda: tiny_llama(seed=9))
         accelerator.load_state(str(tmp_path / "state"))
         assert epoch(accelerator, things) == first
+
+
+@ranks(2, timeout=120.0)
+def test_the_newer_state_is_loaded_after_the_kind_was_changed(rank, world, tmp_path):
+    with accelerate(shardkit=True):
+        accelerator, things, _ = loop()
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            accelerator.state.fsdp_plugin.set_state_dict_type(kind)
+            epoch(accelerator, things)
+            accelerator.save_state(str(tmp_path / "state"))
+            first = epoch(accelerator, things)
+            accelerator.load_state(str(tmp_path / "state"))
+            assert epoch(accelerator, things) == first
+
+
+@ranks(2, timeout=120.0)
+def test_free_memory_lets_the_model_go(rank, world):
+    with accelerate(shardkit=True):
+        accelerator, things, _ = loop()
+        model = weakref.ref(things["model"])
+        things.clear()
+        accelerator.free_memory()
+        gc.collect()
+        assert model() is None
 
 
 @ranks(2, timeout=120.0)

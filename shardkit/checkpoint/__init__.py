@@ -10,6 +10,7 @@
       optim_state              optimizer state for other pieces
       random_state             random number generators
     huggingface, safetensors weights as the Hugging Face tools keep them
+    adapters                 peft's adapters: which tensors they are, and under which names
     convert, foreign         from one form to another, one tensor at a time
     inspection               what is in a checkpoint
     torch_state              the answer to torch's get_optimizer_state_dict

@@ -7,6 +7,7 @@ get different answers: the first rank asks, for all.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,8 +23,9 @@ T = TypeVar("T")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `model` is peft's."""
-    return hasattr(model, "peft_config") and hasattr(model, "active_adapter")
+    """Whether `model` is a `peft.PeftModel`. One of transformers' that was given adapters saves itself otherwise."""
+    peft = sys.modules.get("peft")  # who has such a model has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def trained_names(model: Any, state: Mapping[str, Any], group: Group) -> dict[str, str]:

@@ -201,6 +201,8 @@ def save_pretrained(model: nn.Module, original: Callable, directory, *args: Any,
     call goes straight through: one rank may make it alone, as trainers do.
     """
     if kwargs.get("state_dict") is not None:
+        if has_adapters(model) and not kwargs["state_dict"] and kwargs.get("is_main_process") is False:
+            return None  # a rank with nothing to write; peft would look for the entries anyway
         return original(directory, *args, **kwargs)
     parameters = inspect.signature(original).parameters.values()
     if not any(p.name == "state_dict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):

@@ -88,7 +88,7 @@ def write(
     """Everything after the collection. `group`: all ranks of the model. `latest`: also write the file of that name
     beside it. See the module docstring."""
     path = Path(path).absolute()
-    plan = _Plan.agree(snapshot, group)
+    plan = Plan.agree(snapshot, group)
     temporary = files.temporary_of(path, plan.token)
     first = group.rank == 0
 
@@ -120,7 +120,7 @@ def write(
 
 
 @dataclasses.dataclass
-class _Plan:
+class Plan:
     """What ranks agreed on: who writes what. `token`: of the temporary folder."""
 
     token: str
@@ -128,7 +128,7 @@ class _Plan:
     wholes: list[Whole]  # what this rank writes of the things that are the same everywhere
 
     @classmethod
-    def agree(cls, snapshot: Snapshot, group: Group) -> _Plan:
+    def agree(cls, snapshot: Snapshot, group: Group) -> Plan:
         names = [name_of(whole.path) for whole in snapshot.wholes]
         digests = {name: (len(data), zlib.crc32(data)) for name, data in snapshot.extra.items()}
         mine = (files.new_token(), digests, zlib.crc32("\n".join(names).encode()))
@@ -146,7 +146,7 @@ class _Plan:
 
 
 @dataclasses.dataclass
-class _Done:
+class Done:
     """What a rank has written."""
 
     file: str
@@ -155,33 +155,22 @@ class _Done:
     aliases: list[tuple[tuple, tuple]]  # (path, path it shares its records with)
 
 
-def _write_file(folder: Path, plan: _Plan, snapshot: Snapshot, rank: int, verify: bool) -> _Done:
+def _write_file(folder: Path, plan: Plan, snapshot: Snapshot, rank: int, verify: bool) -> Done:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} was made by the first rank and is not there: a checkpoint needs a file system that all ranks "
             "share."
         )
-    writer = _Writer(folder, f"__{rank}_0.distcp")
+    writer = Writer(folder, f"__{rank}_0.distcp")
     with writer:
-        for number, piece in enumerate(snapshot.pieces):
-            if piece.alias_of is None and number % piece.replicas == piece.replica:
-                writer.piece(piece)
-        for whole in plan.wholes:
-            writer.whole(whole.path, whole.value)
-        for name, data in snapshot.extra.items():
-            if name in plan.per_rank:
-                writer.content((f"{name}.rank{rank}",), data)
-            elif rank == 0:
-                writer.content((name,), data)
-        if snapshot.local_state is not None:
-            writer.content((f"{RANK_STATE}.rank{rank}",), snapshot.local_state)
+        writer.everything(snapshot, plan, rank)
         files.flush(writer.stream)
     facts = writer.finish(verify)
     aliases = [(p.path, p.alias_of) for p in snapshot.pieces if p.alias_of is not None]
-    return _Done(writer.file, facts, writer.written, aliases if rank == 0 else [])
+    return Done(writer.file, facts, writer.written, aliases if rank == 0 else [])
 
 
-class _Writer:
+class Writer:
     """One data file."""
 
     def __init__(self, folder: Path, file: str):
@@ -197,6 +186,21 @@ class _Writer:
     def __exit__(self, *exc):
         self.length = self.stream.tell() if exc[0] is None else 0
         self.stream.close()
+
+    def everything(self, snapshot: Snapshot, plan: Plan, rank: int) -> None:
+        """Writes what is this rank's to write."""
+        for number, piece in enumerate(snapshot.pieces):
+            if piece.alias_of is None and number % piece.replicas == piece.replica:
+                self.piece(piece)
+        for whole in plan.wholes:
+            self.whole(whole.path, whole.value)
+        for name, data in snapshot.extra.items():
+            if name in plan.per_rank:
+                self.content((f"{name}.rank{rank}",), data)
+            elif rank == 0:
+                self.content((name,), data)
+        if snapshot.local_state is not None:
+            self.content((f"{RANK_STATE}.rank{rank}",), snapshot.local_state)
 
     def piece(self, piece: Piece) -> None:
         info, local = piece.info, piece.local.reshape(-1)
@@ -217,7 +221,7 @@ class _Writer:
     def tensor(self, path: tuple, shape: tuple[int, ...], flat: torch.Tensor, boxes: list[Box]) -> None:
         """Writes boxes of a tensor of `shape`, which follow one another in `flat` (1-D)."""
         at = 0
-        for offsets, sizes in (part for box in boxes for part in _small_enough(box, flat.element_size())):
+        for offsets, sizes in (part for box in boxes for part in small_enough(box, flat.element_size())):
             n = prod(sizes)
             host = flat[at : at + n].cpu().contiguous()
             start = self.stream.tell()
@@ -250,7 +254,7 @@ class _Writer:
         return {"bytes": size, "crc": zlib.crc32(description), "records": len(self.extents)}
 
 
-def _small_enough(box: Box, itemsize: int):
+def small_enough(box: Box, itemsize: int):
     """The box in runs of at most LARGEST bytes."""
     offsets, sizes = box
     if prod(sizes) * itemsize <= records.LARGEST:
@@ -261,10 +265,10 @@ def _small_enough(box: Box, itemsize: int):
     for start in range(0, sizes[dim], rows):
         n = min(rows, sizes[dim] - start)
         part = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]), (*sizes[:dim], n, *sizes[dim + 1 :])
-        yield from _small_enough(part, itemsize)
+        yield from small_enough(part, itemsize)
 
 
-def _publish(temporary: Path, path: Path, everything: list[_Done], per_rank: set[str], world: int) -> None:
+def _publish(temporary: Path, path: Path, everything: list[Done], per_rank: set[str], world: int) -> None:
     written = [record for done in everything for record in done.written]
     by_path: dict[tuple, list[Written]] = {}
     for record in written:

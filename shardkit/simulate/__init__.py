@@ -6,10 +6,11 @@ settings.
 | `ledger.py`, `observe.py` | which memory is alive and what for; operators and the engine as its sources |
 | `world.py`, `padding.py` | a world of any size in one process; what masks are said to hold |
 | `kernels.py` | what CPU kernels allocate and free within themselves |
-| `training.py`, `estimate.py` | one training loop; running it simulated |
+| `training.py`, `saving.py`, `estimate.py` | one training loop; a checkpoint; running them simulated |
 | `profiler.py`, `callback.py` | measuring it for real; sentences about an out-of-memory error |
 | `models.py` | where models come from; presets |
-| `allocator.py`, `devices.py`, `speed.py`, `planner.py` | GPUs, predicted time, the search |
+| `allocator.py`, `devices.py`, `speed.py` | GPUs and predicted time |
+| `choice.py`, `planner.py`, `settings.py` | what can be chosen, the search, the result written down |
 | `report.py`, `plots.py`, `command.py` | tables, pictures, the command line |
 """
 

@@ -42,6 +42,10 @@ def add_estimate(commands) -> None:
         "--accumulate", type=int, default=1, metavar="N", help="micro-batches a step, under no_sync; 1"
     )
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the engine does there; cuda")
+    command.add_argument(
+        "--save", choices=("sharded", "async", "full", "none"), default="sharded",
+        help="what is saved at the end: sharded (save_checkpoint), async (async_save), full (full_state_dict); sharded",
+    )  # fmt: skip
     command.add_argument("--whole-init", action="store_true", help="every rank builds the whole model before sharding")
     command.add_argument("--memory", metavar="GPU|BYTES", help="say whether it fits: h100-80g, or a number of bytes")
     command.set_defaults(run=_estimate)
@@ -85,6 +89,8 @@ def _estimate(args) -> int:
     from . import plots
     from .estimate import estimate
 
+    if args.output:
+        plots.check(args.output)  # before minutes of simulation, not after
     sys.path.insert(0, "")  # module:function of the folder one is in
     options: dict[str, Any] = dict(sharding_strategy=args.strategy, mixed_precision=args.precision)
     if args.checkpoint:
@@ -100,7 +106,8 @@ def _estimate(args) -> int:
         _progress(f"simulating {args.model} on {ranks} ranks")
         reports.append(estimate(
             args.model, _batch(args), args.optimizer, ranks, device=args.device, loss_fn=_function(args.loss_function),
-            overrides=_fields(args.set), deferred_init=not args.whole_init, accumulate=args.accumulate, **options,
+            overrides=_fields(args.set), deferred_init=not args.whole_init, accumulate=args.accumulate,
+            save=None if args.save == "none" else args.save, **options,
         ))  # fmt: skip
     fits = [limit is None or _needed(report) <= limit for report in reports]
     if args.json:
@@ -128,6 +135,8 @@ def _needed(report) -> int:
 def _plan(args) -> int:
     from .planner import plan
 
+    if args.output and not args.output.endswith(".json"):
+        raise ConfigError(f"{args.output}: a plan is written as .json; pictures are made by `shardkit estimate`.")
     sys.path.insert(0, "")
     found = plan(
         args.model, _batch(args), args.gpus, args.gpu, args.optimizer, precision=args.precision,
@@ -136,13 +145,12 @@ def _plan(args) -> int:
     text = json.dumps(found.to_dict(), indent=1)
     print(text if args.json else found)
     if args.output:
-        if not args.output.endswith(".json"):
-            raise ConfigError(f"{args.output}: a plan is written as .json; pictures are made by `shardkit estimate`.")
         with open(args.output, "w") as file:
             file.write(text + "\n")
     if args.yaml and found.best is not None:
         with open(args.yaml, "w") as file:
             file.write(found.yaml() + "\n")
+        _progress(f"wrote {args.yaml}. Start with: {found.launch(file=args.yaml)}")
     return 0 if found.best is not None else 1
 
 

@@ -1,13 +1,15 @@
 """`estimate`: the memory of a training step, found by running the engine and the step on tensors without memory.
 
 What runs is the program itself: the model's forward, autograd's backward, the engine with its gathers, prefetches and
-reductions, and the optimizer. Only kernels and messages do nothing. So there is no formula here that could disagree.
+reductions, the optimizer, and saving. Only kernels, messages and files do nothing. So there is no formula here that
+could disagree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +20,11 @@ import torch.nn as nn
 
 from ..config import MixedPrecision
 from ..errors import ConfigError
-from . import kernels, padding
+from . import kernels, padding, saving
 from .allocator import reserved_bytes
 from .ledger import BUFFERS, GRADIENTS, PARAMETERS, Ledger
 from .models import Source, default_batch, source
-from .observe import Watch, label_model
+from .observe import Watch, label_model, steps_in
 from .report import Report, make
 from .training import Optimizer, Trainer, make_optimizer
 from .world import groups, no_memory, world
@@ -45,6 +47,7 @@ def estimate(
     dtype: torch.dtype | None = None,
     accumulate: int = 1,
     steps: int = 2,
+    save: str | None = "sharded",
     wrap: Callable[..., nn.Module] | None = None,
     **options: Any,
 ) -> Report:
@@ -70,13 +73,17 @@ def estimate(
         dtype: default dtype while the model is built. None: torch's.
         accumulate: micro-batches per step, all but the last under `no_sync()`.
         steps: training steps to run; two reach the steady state.
+        save: what is saved at the end, as the phase "save". "sharded": `save_checkpoint` of model and optimizer.
+            "async": `async_save` of them, whose copy counts where the device is the host. "full":
+            `full_state_dict(rank0_only=True)`. None: nothing.
         wrap: what to call in place of `shardkit.auto_wrap(model, **options)`.
         **options: of `shardkit.auto_wrap`. `device_mesh` may be the sizes (replicas, shards), `mixed_precision` a name
             ("bf16", "fp16").
 
     Returns:
         A `Report`. Live bytes are exact up to what operators allocate and free within themselves. What a caching
-        allocator would reserve for them is in `report.extra["reserved_bytes"]`, by the rules in `allocator.py`.
+        allocator would reserve for them is in `report.extra["reserved_bytes"]`, by the rules in `allocator.py`; on
+        "cuda" `report.extra["save_host_bytes"]` is what saving copies to host memory at a time.
         Attention counts as torch's flash kernel does: its result and one number per row, no matrix of scores.
 
     Raises:
@@ -86,6 +93,7 @@ def estimate(
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device={device!r}: expected 'cuda' or 'cpu'. Sizes of GPUs are for `plan`.")
     gpu = device == "cuda"
+    saving.check(save)
     origin, began = source(model, overrides), time.perf_counter()
     mesh = options.pop("device_mesh", None)
     _check_mesh(mesh, options)
@@ -96,23 +104,28 @@ def estimate(
         if mesh is not None:
             options["process_group"] = groups(tuple(mesh))
         stack.enter_context(_sentences(origin.name))
-        stack.enter_context(no_memory())
+        mode = stack.enter_context(no_memory())
         stack.enter_context(watch)
         wrapped = _build(ledger, origin, _checked(options), deferred_init, dtype, wrap)
-        watch.answers[_VALUE] = padding.answer
-        stack.enter_context(padding.nothing_masked())
+        watch.answers[_VALUE] = functools.partial(_answer, ledger)
+        stack.enter_context(padding.nothing_masked(mode))
         if gpu:
             _offload(ledger, watch, wrapped)
         else:
             watch.workspace = kernels.workspace
         trainer = Trainer(ledger, wrapped, make_optimizer(optimizer, wrapped, gpu), loss_fn, accumulate)
         trainer.run([_batch(origin, batch)] * steps)
+        extra: dict[str, Any] = {}
+        if save is not None and steps_in(wrapped):
+            copied = saving.run(ledger, wrapped, trainer.optimizer, save, gpu)
+            extra = {"save_host_bytes": copied} if gpu else {}
         ledger.close()
     about = dict(
         model=origin.name, world_size=world_size, rank=rank, device=device, optimizer=_name(optimizer), mesh=mesh,
-        accumulate=accumulate, deferred_init=deferred_init or None,
+        accumulate=accumulate, deferred_init=deferred_init or None, save=save,
     )  # fmt: skip
-    report = _report(ledger, wrapped, watch.operators, time.perf_counter() - began, gpu, about, options)
+    extra |= dict(operators=watch.operators, seconds=time.perf_counter() - began)
+    report = _report(ledger, wrapped, gpu, about, options, extra)
     del trainer, wrapped, ledger, watch
     gc.collect()  # modules, units and hooks refer to each other; the next estimate should not have to carry them
     return report
@@ -122,15 +135,16 @@ def _check_mesh(mesh: Any, options: dict[str, Any]) -> None:
     hybrid = str(options.get("sharding_strategy", "")).startswith("hybrid")
     if hybrid and mesh is None and "process_group" not in options:
         raise ConfigError(
-            "a hybrid strategy needs device_mesh=(replicas, shards) here: a simulation has no machines to ask."
+            "a hybrid strategy needs device_mesh=(replicas, shards) (on the command line, --mesh) here: a simulation "
+            "has no machines to ask."
         )
 
 
-def _report(ledger: Ledger, model: nn.Module, operators: int, took: float, gpu: bool, about: dict, options) -> Report:
+def _report(ledger: Ledger, model: nn.Module, gpu: bool, about: dict, options, more: dict[str, Any]) -> Report:
     about["torch"] = torch.__version__
     about["options"] = {k: _name(v) for k, v in options.items() if k != "process_group"}
     parameters, sent = _facts(model)
-    extra: dict[str, Any] = dict(parameters=parameters, sent_bytes=sent, operators=operators, seconds=took)
+    extra: dict[str, Any] = dict(parameters=parameters, sent_bytes=sent, **more)
     if gpu:
         extra["reserved_bytes"] = reserved_bytes(ledger)
     return make(ledger, "predicted", about, extra)
@@ -186,7 +200,6 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 def _facts(model: nn.Module) -> tuple[int, int]:
     from ..describe import describe
-    from .observe import steps_in
 
     if not steps_in(model):
         return sum(p.numel() for p in model.parameters()), 0
@@ -213,8 +226,6 @@ def _zero(t: torch.Tensor) -> Any:
 
 def _offload(ledger: Ledger, watch: Watch, model: nn.Module) -> None:
     """Where the engine keeps memory on the host, which here has the same device as the rest."""
-    from .observe import steps_in
-
     chosen = [step.options for step in steps_in(model)]
     if any(o.cpu_offload is not None for o in chosen):
         ledger.host_labels = (GRADIENTS,)
@@ -224,6 +235,14 @@ def _offload(ledger: Ledger, watch: Watch, model: nn.Module) -> None:
     watch.host_copies = any(o.activation_offload is not None for o in chosen) or any(
         c.offload_to_cpu for c in recomputed
     )
+
+
+def _answer(ledger: Ledger, t: torch.Tensor) -> Any:
+    """The value of a tensor during training: of learning rates that an optimizer computes, as Adafactor does, and of
+    masks. Other questions have none."""
+    if ledger.visits[-1].phase == "step" and t.dtype.is_floating_point:
+        return 1.0
+    return padding.answer(t)
 
 
 @contextlib.contextmanager

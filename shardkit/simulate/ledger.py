@@ -27,8 +27,9 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 BUFFERS = "buffers"
 INPUTS = "inputs"
-CATEGORIES = (PARAMETERS, FULL, GRADIENTS, REDUCTION, OPTIMIZER, ACTIVATIONS, TEMPORARIES, BUFFERS, INPUTS)
-PHASES = ("init", "forward", "backward", "step")
+SAVING = "checkpoint"
+CATEGORIES = (PARAMETERS, FULL, GRADIENTS, REDUCTION, OPTIMIZER, ACTIVATIONS, TEMPORARIES, BUFFERS, INPUTS, SAVING)
+PHASES = ("init", "forward", "backward", "step", "save")
 
 _NEVER = 1 << 62
 
@@ -139,9 +140,17 @@ class Ledger:
 
     def see_on_host(self, t: torch.Tensor) -> None:
         """Enters new memory that does not count here."""
-        before, self.host_phases = self.host_phases, PHASES
-        self.see(t)
-        self.host_phases = before
+        with self.on_host():
+            self.see(t)
+
+    @contextlib.contextmanager
+    def on_host(self, there: bool = True):
+        """Context in which new memory is on the host, where it does not count; not `there`: on the device after all."""
+        before, self.host_phases = self.host_phases, PHASES if there else ()
+        try:
+            yield
+        finally:
+            self.host_phases = before
 
     def to_host(self, category: str) -> None:
         """Everything of a category that is alive goes to the host."""
@@ -158,6 +167,8 @@ class Ledger:
     def _guess(self, phase: str) -> str:
         if self.purpose is not None:
             return self.purpose
+        if phase == "save":
+            return SAVING
         # Backward computes without grad mode; what is computed with it is a forward that runs again.
         return ACTIVATIONS if phase == "backward" and torch.is_grad_enabled() else TEMPORARIES
 

@@ -17,14 +17,18 @@ _MODULE = "transformers.masking_utils"
 
 
 @contextlib.contextmanager
-def nothing_masked():
-    """Context in which transformers, where it is loaded, asks fake masks as it asks real ones. Undone at the end."""
+def nothing_masked(mode: Any):
+    """Context in which transformers, where it is loaded, asks the masks of one fake mode as it asks real ones.
+
+    It decides by a function of its own, which is replaced meanwhile: there is no argument for it. For all other
+    tensors, such as those of another thread that trains or compiles, it answers as before.
+    """
     module: Any = sys.modules.get(_MODULE)
     before = getattr(module, "is_tracing", None)
     if before is None:
         yield
         return
-    module.is_tracing = lambda tensor=None: before(None)
+    module.is_tracing = lambda tensor=None: before(None if getattr(tensor, "fake_mode", None) is mode else tensor)
     try:
         yield
     finally:

@@ -1,4 +1,11 @@
-"""`plan`: which settings fit on given GPUs, the fastest first, by simulating them."""
+"""`plan`: which settings fit on given GPUs, the fastest first, by simulating them.
+
+Not all combinations are simulated; they would be hundreds. First the strategies, meshes and shares of recomputation,
+with units as `auto_wrap` chooses them, in order of predicted speed until enough of them fit. After one that does not
+fit comes full sharding with the same share: where that does not fit either, nothing in between needs simulating.
+Activation offload and smaller units are then tried on those that did not fit, where they could help and would still be
+among the fastest; fewer, larger units on the fastest that fits, where they are predicted to be faster.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +17,28 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import padding
+from . import padding, settings
+from .choice import AUTO, STRATEGIES, Choice, Granularity, granularity
 from .devices import Device, device
 from .estimate import _VALUE, _batch, _build, _checked, _sentences, _zero, estimate
-from .ledger import Ledger
+from .ledger import ACTIVATIONS, FULL, REDUCTION, Ledger
 from .models import Source, source
 from .observe import Watch
-from .report import size, table
+from .report import Report, size, table
 from .speed import Seconds, Traffic, seconds, traffic
 from .training import Optimizer, default_loss
 from .world import groups, no_memory, world
 
 _LARGEST = 4096  # ranks, when looking for the smallest cluster that would do
-# From the most memory to the least.
-_STRATEGIES = ("none", "zero2", "grad_op", "hybrid_grad_op", "hybrid", "full")
-_ACCELERATE = {
-    "none": "NO_SHARD", "zero2": "SHARD_GRAD_OP", "grad_op": "SHARD_GRAD_OP", "full": "FULL_SHARD",
-    "hybrid": "HYBRID_SHARD", "hybrid_grad_op": "HYBRID_SHARD_ZERO2",
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One set of settings. recomputed: share of the blocks whose activations are computed again."""
-
-    strategy: str
-    recomputed: float = 0.0
-    offload: bool = False
-    mesh: tuple[int, int] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """As keyword arguments of `auto_wrap`; the mesh as sizes."""
-        out: dict[str, Any] = {"sharding_strategy": self.strategy}
-        if self.recomputed:
-            out["activation_checkpointing"] = True if self.recomputed == 1 else self.recomputed
-        if self.offload:
-            out["cpu_offload"] = True
-        if self.mesh is not None:
-            out["device_mesh"] = self.mesh
-        return out
-
-    def needs_no_more_than(self, other: Choice) -> bool:
-        """True where this one surely takes at most the other's memory."""
-        if self.mesh != other.mesh and self.mesh is not None:
-            return False
-        less = _STRATEGIES.index(self.strategy) >= _STRATEGIES.index(other.strategy)
-        return less and self.recomputed >= other.recomputed and self.offload >= other.offload
-
-    def __str__(self) -> str:
-        parts = [self.strategy + (f" {self.mesh[0]}x{self.mesh[1]}" if self.mesh else "")]
-        if self.recomputed:
-            parts.append("checkpoint all blocks" if self.recomputed == 1 else f"checkpoint {self.recomputed:.0%}")
-        return ", ".join(parts + (["cpu offload"] if self.offload else []))
+_SAVERS = 4  # simulations of settings that differ from a failed one in what they keep on the device
+_WORTH = 0.99  # other units are worth simulating where they are predicted to take at most this share of the time
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A choice and what became of it. live, reserved: bytes, None where it was not simulated. reason: why it fits or
-    not."""
+    not. activations, in_flight: bytes of activations at the end of forward, and of gathered parameters and reductions
+    at the peak."""
 
     choice: Choice
     fits: bool
@@ -76,6 +47,8 @@ class Row:
     live: int | None
     reserved: int | None
     reason: str
+    activations: int = 0
+    in_flight: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +75,7 @@ class Plan:
         body = [
             [
                 "fits" if r.fits else "no", str(r.choice), _time(r.seconds.total), _time(r.seconds.arithmetic),
-                _time(r.seconds.messages + r.seconds.latency), _time(r.seconds.host),
+                _time(r.seconds.messages + r.seconds.latency), _time(r.seconds.host + r.seconds.activations),
                 "" if r.live is None else size(r.live), "" if r.reserved is None else size(r.reserved), r.reason,
             ]
             for r in self.rows
@@ -112,7 +85,8 @@ class Plan:
         )
         lines = [title, "", *table(head, body, left=(0, 1, 8)), ""]
         if self.best is not None:
-            return "\n".join([*lines, f"fastest that fits: {self.best.choice}", "", self.call(), "", self.yaml()])
+            texts = [f"fastest that fits: {self.best.choice}", self.call(), self.yaml(), self.launch()]
+            return "\n".join([*lines, "\n\n".join(texts)])
         return "\n".join([*lines, self.verdict()])
 
     def verdict(self) -> str:
@@ -132,44 +106,17 @@ class Plan:
 
     def call(self, row: Row | None = None) -> str:
         """The Python call of a row (None: the best)."""
-        choice = _chosen(self, row).choice
-        options = choice.options()
-        mesh = options.pop("device_mesh", None)
-        args = [f"{k}={v!r}" for k, v in options.items()]
-        if mesh is not None:
-            args.insert(0, f'device_mesh=init_device_mesh("cuda", {mesh}, mesh_dim_names=("replicate", "shard"))')
-        if self.precision in ("bf16", "fp16"):
-            kind = {"bf16": "bfloat16", "fp16": "float16"}[self.precision]
-            args.append(f"mixed_precision=shardkit.MixedPrecision(param_dtype=torch.{kind})")
-        return f"model = shardkit.auto_wrap(model, {', '.join(args)})"
+        return settings.call(_chosen(self, row).choice, self.precision)
 
     def yaml(self, row: Row | None = None) -> str:
-        """The configuration file of Accelerate for a row (None: the best)."""
-        choice = _chosen(self, row).choice
+        """The configuration file of Accelerate for a row (None: the best). Needs the options of `launch`."""
         machines = max(1, self.ranks // self.gpu.node)
-        notes = []
-        if choice.strategy == "zero2":
-            notes.append(
-                "# Accelerate has no name for zero2, which keeps parameters between steps; this is the next one."
-            )
-        if 0 < choice.recomputed < 1:
-            notes.append(f"# The plan recomputes {choice.recomputed:.0%} of the blocks; Accelerate knows all or none.")
-        lines = [
-            *notes,
-            "compute_environment: LOCAL_MACHINE",
-            "distributed_type: FSDP",
-            f"mixed_precision: {'no' if self.precision == 'fp32' else self.precision}",
-            f"num_machines: {machines}",
-            f"num_processes: {self.ranks}",
-            "fsdp_config:",
-            "  fsdp_version: 1",
-            f"  fsdp_sharding_strategy: {_ACCELERATE[choice.strategy]}",
-            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            f"  fsdp_activation_checkpointing: {str(choice.recomputed > 0).lower()}",
-            f"  fsdp_offload_params: {str(choice.offload).lower()}",
-            "  fsdp_use_orig_params: true",
-        ]
-        return "\n".join(lines)
+        return settings.yaml(_chosen(self, row).choice, self.precision, self.ranks, machines)
+
+    def launch(self, row: Row | None = None, file: str = "accelerate.yaml") -> str:
+        """The command line, for every machine, that starts a script with that file: what it has no words for (zero2,
+        shares of recomputation, activation offload) is in the variable SHARDKIT_OPTIONS."""
+        return settings.launch(_chosen(self, row).choice, file)
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
@@ -179,7 +126,7 @@ class Plan:
             model=self.model, ranks=self.ranks, gpu=dataclasses.asdict(self.gpu), precision=self.precision, rows=rows
         )
         if self.best is not None:
-            return {**out, "fits": True, "call": self.call(), "yaml": self.yaml()}
+            return {**out, "fits": True, "call": self.call(), "yaml": self.yaml(), "launch": self.launch()}
         smallest = None if self.smallest is None else dict(ranks=self.smallest[0], settings=str(self.smallest[1]))
         return {**out, "fits": False, "smallest": smallest, "verdict": self.verdict()}
 
@@ -213,9 +160,11 @@ def plan(
 ) -> Plan:
     """Settings with which a model trains on `gpus` GPUs, the fastest first; each that is shown to fit was simulated.
 
-    Candidates are all strategies, hybrids where there are several machines, with no, half and all blocks checkpointed,
-    and offload of shards where nothing else fits. They are simulated in order of predicted speed (`speed.py`), until
-    `keep` of them fit. One that surely takes more memory than one that did not fit is not simulated.
+    Candidates are all strategies, hybrids where there are several machines, with no, half and all blocks checkpointed;
+    where they are too large, also with activations on the host, and with units smaller than blocks; where nothing else
+    fits, with shards on the host. They are simulated in order of predicted speed (`speed.py`), until `keep` of them
+    fit. One that surely takes more memory than one that did not fit is not simulated. Last, larger units are tried on
+    the fastest, where they would be faster still.
 
     Args:
         model, batch, optimizer, loss_fn, overrides: as for `estimate`. batch is one rank's.
@@ -228,14 +177,19 @@ def plan(
     """
     card, origin, say = device(gpu), source(model, overrides), progress or (lambda text: None)
     say(f"counting arithmetic and bytes of {origin.name}")
-    flops = _flops(origin, batch, loss_fn)
+    survey = _survey(origin, batch, loss_fn)
     common = dict(optimizer=optimizer, loss_fn=loss_fn, mixed_precision=precision)
-    search = _Search(origin, batch, card, precision, flops, common, say)
+    search = _Search(origin, batch, card, precision, survey, common, say)
     rows = search.run(search.candidates(gpus), gpus, keep)
+    rows += search.run(search.savers(rows, gpus), gpus, keep, rows)
     smallest = None
     if not any(r.fits for r in rows):
-        rows += search.run(search.candidates(gpus, offload=True), gpus, keep, rows)
-    if not any(r.fits for r in rows):
+        offloaded = search.run(search.candidates(gpus, offload=True), gpus, keep, rows)
+        rows += offloaded + search.run(search.savers(offloaded, gpus), gpus, keep, rows + offloaded)
+    fitting = sorted((r for r in rows if r.fits), key=lambda r: r.seconds.total)
+    if fitting:
+        rows += search.run(search.coarser(fitting[0], gpus), gpus, keep, rows)
+    else:
         smallest = search.smallest(gpus)
     ordered = sorted(rows, key=lambda r: (not r.fits, r.seconds.total))
     return Plan(origin.name, gpus, card, precision, tuple(ordered), smallest)
@@ -244,16 +198,18 @@ def plan(
 class _Search:
     """Simulates choices for one model."""
 
-    def __init__(self, origin: Source, batch, card: Device, precision: str, flops: float, common: dict, say):
+    def __init__(self, origin: Source, batch, card: Device, precision: str, survey: _Survey, common: dict, say):
         self.origin, self.batch, self.card, self.precision = origin, batch, card, precision
-        self.flops, self.common, self.say = flops, common, say
+        self.flops, self.parameters, self.units = survey.flops, survey.parameters, survey.units
+        self.common, self.say = common, say
         self._traffic: dict[tuple, Traffic] = {}
+        self._activations: dict[float, int] = {}  # bytes, by the share of blocks that are recomputed
 
     def candidates(self, gpus: int, offload: bool = False) -> list[Choice]:
         node = self.card.node
         mesh = (gpus // node, node) if gpus > node and gpus % node == 0 else None
         out = []
-        for strategy in _STRATEGIES:
+        for strategy in STRATEGIES:
             hybrid = strategy.startswith("hybrid")
             if (hybrid and mesh is None) or (offload and strategy not in ("full", "hybrid")):
                 continue
@@ -261,21 +217,67 @@ class _Search:
                 out.append(Choice(strategy, share, offload, mesh if hybrid else None))
         return out
 
-    def run(self, choices: list[Choice], gpus: int, keep: int, known: list[Row] | None = None) -> list[Row]:
-        timed = sorted(((self._seconds(c, gpus), c) for c in choices), key=lambda pair: pair[0].total)
-        rows, failed = [], [r.choice for r in known or () if not r.fits and r.live is not None]
-        for time, choice in timed:
-            sent = self._sent(choice, gpus)
-            worse = next((f for f in failed if f.needs_no_more_than(choice)), None)
-            if worse is not None:
-                rows.append(Row(choice, False, time, sent, None, None, f"takes at least what {worse} does"))
+    def savers(self, rows: list[Row], gpus: int) -> list[Choice]:
+        """Of simulated rows that did not fit, the same with less on the device, where that could be enough: activations
+        could go to the host, or what is gathered and reduced at a time become small. The fastest few."""
+        out = []
+        for row in rows:
+            if row.fits or row.reserved is None:
                 continue
-            if sum(r.fits for r in rows) >= keep:
+            over, choice = row.reserved - self.card.usable, row.choice
+            # A recomputed block keeps its input where it is, so where all are, there is nothing to take to the host.
+            offload = choice.recomputed < 1 and 0 < row.activations
+            if offload and over <= row.activations:
+                out.append(dataclasses.replace(choice, offload_activations=True))
+            # Other strategies keep full parameters anyway.
+            if self.units.finer is not None and choice.strategy in ("full", "hybrid"):
+                if over <= row.in_flight:
+                    out.append(dataclasses.replace(choice, units=self.units.finer))
+                if offload and row.activations < over <= row.activations + row.in_flight:
+                    out.append(dataclasses.replace(choice, units=self.units.finer, offload_activations=True))
+        return sorted(out, key=lambda choice: self._seconds(choice, gpus).total)[:_SAVERS]
+
+    def coarser(self, best: Row, gpus: int) -> list[Choice]:
+        """The best settings with larger units, where these are predicted to be faster."""
+        if best.choice.units != AUTO:
+            return []
+        others = [dataclasses.replace(best.choice, units=units) for units in self.units.coarser]
+        return [c for c in others if self._seconds(c, gpus).total <= _WORTH * best.seconds.total]
+
+    def run(self, choices: list[Choice], gpus: int, keep: int, known: list[Row] | None = None) -> list[Row]:
+        """Simulates choices in order of predicted speed, but those that would be slower than `keep` that fit, among
+        them `known`."""
+        timed = sorted(((self._seconds(c, gpus), c) for c in choices), key=lambda pair: pair[0].total)
+        rows: list[Row] = []
+        failed = [r.choice for r in known or () if not r.fits and r.live is not None]
+        times = [r.seconds.total for r in known or () if r.fits]
+        while timed:
+            time, choice = timed.pop(0)
+            sent = self._sent(choice, gpus)
+            hopeless = self._hopeless(choice, failed)
+            if hopeless:
+                rows.append(Row(choice, False, time, sent, None, None, hopeless))
+                continue
+            if sum(t <= time.total for t in times) >= keep:
                 break
             rows.append(self._simulate(choice, gpus, time, sent))
-            if not rows[-1].fits and rows[-1].live is not None:
+            if rows[-1].fits:
+                times.append(time.total)
+            elif rows[-1].live is not None:
                 failed.append(choice)
+                least = dataclasses.replace(choice, strategy="full", mesh=None)
+                timed.sort(key=lambda pair: pair[1] != least)  # first; the others stay in order
         return rows
+
+    def _hopeless(self, choice: Choice, failed: list[Choice]) -> str:
+        """Why a choice surely does not fit, if so, without simulating it."""
+        worse = next((f for f in failed if f.needs_no_more_than(choice)), None)
+        if worse is not None:
+            return f"takes at least what {worse} does"
+        whole = self.parameters * (2 if self.precision != "fp32" else 4)
+        if choice.strategy not in ("full", "hybrid") and whole > self.card.usable:
+            return f"full parameters alone take {size(whole)}"
+        return ""
 
     def _simulate(self, choice: Choice, gpus: int, time: Seconds, sent: Traffic) -> Row:
         self.say(f"simulating {choice} on {gpus} ranks")
@@ -288,19 +290,18 @@ class _Search:
         live, reserved = report.training_peak, report.extra["reserved_bytes"]
         fits = reserved <= self.card.usable
         phase = max((p for p in report.phases if p != "init"), key=lambda p: report.phases[p].total)
-        most = sorted(report.phases[phase].categories.items(), key=lambda x: -x[1])[:2]
+        held = report.phases[phase].categories
+        most = sorted(held.items(), key=lambda x: -x[1])[:2]
         why = f"peak in {phase}: " + ", ".join(f"{c} {size(n)}" for c, n in most)
-        return Row(
-            choice,
-            fits,
-            time,
-            sent,
-            live,
-            reserved,
-            why if fits else f"{size(reserved - self.card.usable)} over; {why}",
-        )
+        if not fits:
+            why = f"{size(reserved - self.card.usable)} over; {why}"
+        activations = report.phases["forward"].categories.get(ACTIVATIONS, 0)
+        if not choice.offload_activations:
+            self._activations[choice.recomputed] = activations
+        in_flight = held.get(FULL, 0) + held.get(REDUCTION, 0)
+        return Row(choice, fits, time, sent, live, reserved, why, activations, in_flight)
 
-    def _estimate(self, choice: Choice, gpus: int):
+    def _estimate(self, choice: Choice, gpus: int) -> Report:
         model = self.origin.config if self.origin.config is not None else self.origin.make
         options = {**self.common, **choice.options()}
         return estimate(model, self.batch, world_size=gpus, deferred_init=True, **options)
@@ -310,30 +311,38 @@ class _Search:
         return seconds(self._sent(choice, gpus), self.flops, choice.recomputed, low, self.card)
 
     def _sent(self, choice: Choice, gpus: int) -> Traffic:
-        key = (choice.strategy, choice.offload, choice.mesh, gpus)
+        key = (choice.strategy, choice.offload, choice.mesh, choice.units, gpus)
         if key not in self._traffic:
-            options = {k: v for k, v in choice.options().items() if k != "activation_checkpointing"}
+            sends = dataclasses.replace(choice, recomputed=0.0, offload_activations=False)
+            options = {**sends.options(), "mixed_precision": self.precision}
             mesh = options.pop("device_mesh", None)
-            with _pretence(self.origin.name, gpus) as watch:
-                options = _checked({**options, "mixed_precision": self.precision, "process_group": groups(mesh)})
+            with _pretence(self.origin.name, gpus) as (watch, _):
+                options = _checked({**options, "process_group": groups(mesh)})
                 self._traffic[key] = traffic(_build(watch.ledger, self.origin, options, True, None, None))
-        return self._traffic[key]
+        sent = self._traffic[key]
+        if choice.offload_activations:  # there and back; known from the same without offload
+            sent = dataclasses.replace(sent, activations=2.0 * self._activations.get(choice.recomputed, 0))
+        return sent
 
     def smallest(self, gpus: int) -> tuple[int, Choice] | None:
         """The fewest GPUs, in whole machines, on which the most frugal settings fit."""
+        kinds = [AUTO] if self.units.finer is None else [AUTO, self.units.finer]
         for offload in (False, True):
-            choice = Choice("full", 1.0, offload)
-            if self._simulate(choice, gpus, *self._cost(choice, gpus)).live is None:  # nothing to checkpoint
-                choice = Choice("full", 0.0, offload)
-            found = self._fewest(choice, gpus)
-            if found is not None:
-                return found, choice
+            for units in kinds:
+                choice = Choice("full", 1.0, offload, units=units)
+                if self._simulate(choice, gpus, *self._cost(choice, gpus)).live is None:  # nothing to checkpoint
+                    choice = dataclasses.replace(choice, recomputed=0.0, offload_activations=True)
+                found = self._fewest(choice, gpus)
+                if found is not None:
+                    return found, choice
         return None
 
     def _fewest(self, choice: Choice, gpus: int) -> int | None:
         """Doubles the number of machines until the choice fits, then halves the interval."""
         node = self.card.node
         low, high = gpus, max(2 * gpus, node)
+        if not self._fits(choice, _LARGEST):  # one simulation, before many
+            return None
         while not self._fits(choice, high):
             low, high = high, 2 * high
             if high > _LARGEST:
@@ -353,21 +362,30 @@ class _Search:
 
 
 @contextlib.contextmanager
-def _pretence(name: str, gpus: int) -> Iterator[Watch]:
+def _pretence(name: str, gpus: int) -> Iterator[tuple[Watch, Any]]:
     watch = Watch(Ledger(), {_VALUE: _zero})
-    with world(gpus), _sentences(name), no_memory(), watch:
-        yield watch
+    with world(gpus), _sentences(name), no_memory() as mode, watch:
+        yield watch, mode
 
 
-def _flops(origin: Source, batch: Any, loss_fn) -> float:
-    """Floating-point operations of one forward, by torch's counter."""
+@dataclasses.dataclass(frozen=True)
+class _Survey:
+    """flops: of one forward, by torch's counter. parameters: in all. units: what they can be."""
+
+    flops: float
+    parameters: int
+    units: Granularity
+
+
+def _survey(origin: Source, batch: Any, loss_fn) -> _Survey:
     from torch.utils.flop_counter import FlopCounterMode
 
-    with _pretence(origin.name, 1) as watch:
+    with _pretence(origin.name, 1) as (watch, mode):
         watch.ledger.open = False
         model = origin.make()
         watch.answers[_VALUE] = padding.answer
         counter = FlopCounterMode(display=False)
-        with padding.nothing_masked(), counter, torch.no_grad():
+        with padding.nothing_masked(mode), counter, torch.no_grad():
             (loss_fn or default_loss)(model, _batch(origin, batch))
-    return float(counter.get_total_flops())
+        parameters = sum(p.numel() for p in model.parameters())
+        return _Survey(float(counter.get_total_flops()), parameters, granularity(model))

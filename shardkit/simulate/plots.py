@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 _COLOURS = dict(zip(
     CATEGORIES,
-    ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#9c6b4e", "#9498a0", "#ffc6d9"),
+    ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#9c6b4e", "#9498a0", "#ffc6d9", "#1b1b1b"),
 ))  # fmt: skip
+
+
+_PICTURES = (".png", ".html", ".htm")
 
 
 def _pyplot():
@@ -43,12 +46,14 @@ def timeline(report: Report, limit: int | None = None):
     used = [c for c in CATEGORIES if any(row["bytes"].get(c) for row in rows)]
     layers = [[row["bytes"].get(c, 0) / 1e9 for row in rows] for c in used]
     axes.stackplot(times, layers, labels=used, colors=[_COLOURS[c] for c in used], step="post", linewidth=0)
-    before = None
+    before, free = None, times[0]  # free: where the next name of a phase has room
     for row in rows:
         if (row["phase"], row["step"]) != before:
             before = row["phase"], row["step"]
             axes.axvline(row["time"], color="#888", linewidth=0.5)
-            axes.text(row["time"], 1.01, row["phase"], transform=axes.get_xaxis_transform(), fontsize=7, rotation=30)
+            at = max(row["time"], free)
+            axes.text(at, 1.01, row["phase"], transform=axes.get_xaxis_transform(), fontsize=7, rotation=30)
+            free = at + 0.025 * (times[-1] - times[0])
     if limit:
         axes.axhline(limit / 1e9, color="#c00", linewidth=1, linestyle="--", label="memory")
     axes.set(ylabel="GB alive on this rank", xlabel="allocations and frees", xlim=(times[0], times[-1]))
@@ -75,7 +80,9 @@ def against_world_size(reports: Sequence[Report], limit: int | None = None):
     if limit:
         axes.axhline(limit / 1e9, color="#c00", linewidth=1, linestyle="--", label="memory")
     axes.set(xlabel="ranks", ylabel="GB at the peak of a rank")
-    axes.legend(fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
+    first = ordered[0]
+    figure.suptitle(f"{first.about.get('model')}, {first.source}", fontsize=10)
     figure.tight_layout()
     return figure
 
@@ -100,12 +107,19 @@ def save(reports: Sequence[Report], path: str | Path, limit: int | None = None) 
     Raises ConfigError for another ending, or where matplotlib is missing.
     """
     path = Path(path)
+    check(path)
     if path.suffix == ".png":
         path.write_bytes(_png(figures(reports, limit)[0]))
-    elif path.suffix in (".html", ".htm"):
-        path.write_text(page(reports, limit), encoding="utf-8")
     else:
+        path.write_text(page(reports, limit), encoding="utf-8")
+
+
+def check(path: str | Path) -> None:
+    """Raises ConfigError where a report cannot be saved as `path`: another ending, or pictures without matplotlib."""
+    if Path(path).suffix not in (".json", *_PICTURES):
         raise ConfigError(f"{path}: a report is saved as .json, .png or .html.")
+    if Path(path).suffix in _PICTURES:
+        _pyplot()
 
 
 def page(reports: Sequence[Report], limit: int | None = None) -> str:

@@ -7,15 +7,16 @@ import contextlib
 import re
 import time
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import StateError
+from ..errors import ConfigError, StateError
 from ..runtime.unit import in_backward
-from .ledger import ACTIVATIONS, FULL, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, TEMPORARIES, Ledger
+from .ledger import ACTIVATIONS, FULL, GRADIENTS, OPTIMIZER, PARAMETERS, PHASES, REDUCTION, TEMPORARIES, Ledger
 from .observe import Observer, Watch, steps_in
 from .report import Moment, Report, make, moment, size
 
@@ -41,16 +42,16 @@ class profile(contextlib.AbstractContextManager):  # noqa: N801 - used like torc
     allocated and of reserved bytes since the context began. It costs time for every operator: profile a few steps.
 
     Args:
-        model: a model that `auto_wrap` made, or any other (then without units).
+        model: a model that `auto_wrap` made, or any other (then without units). It may be sharded or moved until the
+            context is entered, as by a Trainer or `accelerator.prepare`.
         optimizers: whose state is told apart from other memory. Those that step inside are noticed.
         device: kind of device whose memory counts. None: that of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, device: str | None = None):
         self.model, self.optimizers = model, list(optimizers)
-        kind = device or next((p.device.type for p in model.parameters()), "cpu")
-        self.device = kind
-        self.ledger = Ledger((kind,))
+        self._asked = device
+        self.ledger = Ledger()
         self._watch = Watch(self.ledger, in_backward=self._backward_begins)
         self._observer = Observer(self.ledger, model)
         self._hooks: list[Any] = []
@@ -63,6 +64,10 @@ class profile(contextlib.AbstractContextManager):  # noqa: N801 - used like torc
         global _current
         if self._hooks or not self.ledger.open:
             raise StateError("this profile has been used. Make a new one: shardkit.profile(model).")
+        # Now, not before: a Trainer moves and shards the model after its callbacks are made.
+        self.device = self._asked or next((p.device.type for p in self.model.parameters()), "cpu")
+        self.ledger.devices = (self.device,)
+        self._observer = Observer(self.ledger, self.model)
         for step in self._observer.steps:
             step.check_idle("shardkit.profile()")
         self._began = time.perf_counter()
@@ -108,12 +113,34 @@ class profile(contextlib.AbstractContextManager):  # noqa: N801 - used like torc
     def _step_begins(self, optimizer, args, kwargs) -> None:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
+        if not self._observer.steps:  # the engine says which gradients are whose
+            self.ledger.label((p.grad for p in self.model.parameters() if p.grad is not None), GRADIENTS)
         self.ledger.unit = ""
         self.ledger.begin("step", self._step)
 
     def _step_ends(self, optimizer, args, kwargs) -> None:
         self._observer.label_optimizer(optimizer)
         self._step += 1
+
+    @contextlib.contextmanager
+    def phase(self, name: str = "save"):
+        """Context that counts as a phase of its own, which cannot be recognised:
+
+            with prof.phase("save"):
+                shardkit.save_checkpoint(path, model, optim)
+
+        Raises ConfigError for another name than those of `ledger.PHASES`, StateError outside of the profile.
+        """
+        if name not in PHASES:
+            raise ConfigError(f"phase {name!r} is not known. Use one of {', '.join(PHASES)}.")
+        if not self._hooks or not self.ledger.open:
+            raise StateError(f"phase({name!r}) outside of the profile. Use it inside `with shardkit.profile(...):`.")
+        before, self.ledger.unit = self.ledger.visits[-1].phase, ""
+        try:
+            with self.ledger.phase(name, self._step):
+                yield
+        finally:
+            self.ledger.begin(before, self._step)
 
     # --------------------------------------------------------------------------------------------------- answers
 
@@ -138,11 +165,34 @@ class profile(contextlib.AbstractContextManager):  # noqa: N801 - used like torc
         """What is alive at this moment."""
         return moment(self.ledger, self.ledger.now)
 
-    def callback(self):
-        """A `transformers.TrainerCallback` that runs this profile from the second step to the fourth."""
+    def callback(self, first: int = 1, last: int = 3):
+        """A `transformers.TrainerCallback` that runs this profile during steps `first` to `last`, counted from 0."""
         from .callback import trainer_callback
 
-        return trainer_callback(self)
+        return trainer_callback(self, first, last)
+
+    def over(self, batches: Iterable[Any], first: int = 1, last: int = 3) -> Iterator[Any]:
+        """The batches, one after another; this profile runs while the loop works on batches `first` to `last`, counted
+        from 0. For loops of one's own, Accelerate's among them:
+
+            model, optim, loader = accelerator.prepare(model, optim, loader)
+            prof = shardkit.profile(model, optim)
+            for batch in prof.over(loader):
+                ...
+        """
+        running = False
+        try:
+            for number, batch in enumerate(batches):
+                if number == first:
+                    self.__enter__()
+                    running = True
+                yield batch
+                if number == last and running:
+                    running = False
+                    self.__exit__(None, None, None)
+        finally:
+            if running:
+                self.__exit__(None, None, None)
 
 
 # -------------------------------------------------------------------------------------------------- out of memory

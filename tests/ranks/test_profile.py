@@ -1,14 +1,17 @@
 """`shardkit.profile` on real ranks: the same figures as predicted, and sentences about a failure."""
 
+import gc
 import json
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils.data import DataLoader
 
 import shardkit
-from shardkit.errors import StateError
-from shardkit.simulate.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from shardkit.errors import ConfigError, StateError
+from shardkit.simulate.ledger import ACTIVATIONS, FULL, GRADIENTS, OPTIMIZER, PARAMETERS, SAVING
+from tests.accelerate_runs import accelerate, tiny_llama, token_rows
 from tests.harness import ranks, run_ranks
 
 WIDTH = 128
@@ -70,6 +73,52 @@ def test_predicted_and_measured_agree_in_every_category_at_the_peaks(world, opti
             assert abs(x - y) <= 0.03 * b.total, (phase, category)
 
 
+SAVES = {
+    "sharded": shardkit.save_checkpoint,
+    "async": shardkit.async_save,
+    "full": lambda path, model, optim: shardkit.full_state_dict(model, rank0_only=True),
+}
+
+
+def measured_saving(rank, world, kind, options, folder):
+    model = shardkit.auto_wrap(build(), policy={Block}, **options)
+    optim = torch.optim.AdamW(model.parameters(), foreach=False)
+    with shardkit.profile(model, optim) as prof:
+        model(batch()).float().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        with prof.phase("save"):
+            saved = SAVES[kind](folder / "step_1", model, optim)
+        later = torch.zeros(1 << 20)  # the next batch, say: no part of saving
+    if kind == "async":
+        saved.wait()
+    del saved, later
+    return prof.report.to_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "zero2"}, {"sharding_strategy": "none"}], ids=str)
+@pytest.mark.parametrize("kind", ["sharded", "async", "full"])
+def test_what_saving_takes_is_predicted_by_category(kind, options, tmp_path):
+    real = shardkit.simulate.Report.from_dict(run_ranks(measured_saving, 2, kind, options, tmp_path)[0])
+    predicted = shardkit.estimate(build, batch, world_size=2, device="cpu", policy={Block}, save=kind, **options)
+    a, b = predicted.phases["save"], real.phases["save"]
+    assert abs(a.total - b.total) <= 0.03 * b.total, shardkit.simulate.compare(predicted, real)
+    for category in (PARAMETERS, FULL, GRADIENTS, OPTIMIZER, SAVING):
+        x, y = a.categories.get(category, 0), b.categories.get(category, 0)
+        assert abs(x - y) <= 0.03 * b.total, (category, x, y)
+    states = b.categories[PARAMETERS] + b.categories[OPTIMIZER]
+    expected = {"sharded": 0, "async": states, "full": sum(p.numel() * 4 for p in build().parameters())}[kind]
+    assert abs(b.categories[SAVING] - expected) <= 0.03 * states + 50_000, "messages are small"
+
+
+def test_a_phase_of_ones_own_is_one_of_a_running_profile():
+    prof = shardkit.profile(build())
+    with pytest.raises(StateError, match="outside of the profile"), prof.phase("save"):
+        pass
+    with prof, pytest.raises(ConfigError, match="init, forward"), prof.phase("lunch"):
+        pass
+
+
 @ranks(2)
 def test_a_profile_names_units_and_phases_and_changes_nothing(rank, world):
     torch.manual_seed(0)
@@ -128,14 +177,52 @@ def test_a_model_that_is_not_sharded_is_measured_as_well():
 def test_the_trainers_callback_measures_some_steps(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    model = nn.Linear(4, 4)
+    model = tiny_llama()
     prof = shardkit.profile(model)
-    callback = prof.callback()
-    state = transformers.TrainerState()
-    for step in range(6):
-        state.global_step = step
-        callback.on_step_begin(None, state, None)
-        model(torch.zeros(2, 4)).sum().backward()
-        state.global_step = step + 1
-        callback.on_step_end(None, state, None)
-    assert not callback.running and "forward" in prof.report.phases
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 12
+    arguments = transformers.TrainingArguments(
+        tmp_path, per_device_train_batch_size=2, max_steps=6, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    callback = prof.callback(first=1, last=2)
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
+    steps = {row["step"] for row in prof.report.timeline if row["phase"] == "backward"}
+    assert steps == {0, 1}, "two steps, counted from the first that was measured"
+    held = prof.report.phases["step"].categories
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert held[PARAMETERS] == held[GRADIENTS] == weights and held[OPTIMIZER] >= 2 * weights
+
+
+@ranks(2)
+def test_a_loop_of_accelerate_is_measured_over_its_batches(rank, world):
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    with accelerate(shardkit=True):
+        model = tiny_llama()
+        optim = torch.optim.AdamW(model.parameters())
+        prof = shardkit.profile(model)  # before the model is sharded
+        accelerator = Accelerator()
+        model, optim, loader = accelerator.prepare(model, optim, DataLoader(token_rows(), batch_size=1))
+        for batch in prof.over(loader, first=1, last=1):
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            optim.step()
+            optim.zero_grad()
+    assert {row["step"] for row in prof.report.timeline if row["phase"] == "step"} == {0}
+    assert any("layers" in unit for unit in prof.report.units), prof.report.units.keys()
+    weights = 4 * sum(p.numel() for p in tiny_llama().parameters())
+    assert prof.report.phases["step"].categories[PARAMETERS] < 0.6 * weights, "a half, and padding"
+
+
+def test_a_loop_that_ends_early_ends_its_profile():
+    model = build()
+    prof = shardkit.profile(model)
+    for _ in prof.over([batch()] * 3, first=2, last=9):
+        model(batch()).sum().backward()
+    assert "backward" in prof.report.phases
+    prof = shardkit.profile(model)
+    for _ in prof.over([batch()] * 3, first=0):
+        model(batch()).sum().backward()
+        break
+    gc.collect()
+    assert "backward" in prof.report.phases

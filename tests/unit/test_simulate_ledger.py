@@ -1,5 +1,6 @@
 """The ledger, the allocator's rules and the search, without a process group."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from shardkit.errors import ConfigError
 from shardkit.simulate import devices, kernels, models, plots
 from shardkit.simulate.allocator import CachingAllocator, reserved_bytes
+from shardkit.simulate.choice import ONE, Choice
 from shardkit.simulate.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES, Ledger
 from shardkit.simulate.observe import Watch
-from shardkit.simulate.planner import Choice
 from shardkit.simulate.report import Report, compare, make, size
 from shardkit.simulate.speed import Traffic, seconds
 
@@ -221,6 +222,9 @@ def test_a_choice_that_shards_and_recomputes_more_needs_no_more_memory():
     full, none = Choice("full", 1.0), Choice("none")
     assert full.needs_no_more_than(none) and not none.needs_no_more_than(full)
     assert not Choice("full").needs_no_more_than(Choice("none", 1.0)), "activations may outweigh what sharding saves"
+    there = Choice("full", 1.0, offload_activations=True)
+    assert there.needs_no_more_than(full) and not full.needs_no_more_than(there)
+    assert not full.needs_no_more_than(Choice("none", units=ONE)), "other units, other peaks"
 
 
 def test_predicted_time_grows_with_bytes_recomputation_and_slower_links():
@@ -229,6 +233,20 @@ def test_predicted_time_grows_with_bytes_recomputation_and_slower_links():
     assert seconds(little, 1e12, 0, True, h100).total < seconds(much, 1e12, 0, True, h100).total
     assert seconds(little, 1e15, 0, True, h100).total < seconds(little, 1e15, 1, True, h100).total
     assert seconds(much, 1e12, 0, True, h100).total < seconds(much, 1e12, 0, True, t4).total
+
+
+def test_predicted_time_counts_activations_on_the_link_small_messages_and_a_unit_that_is_everything():
+    h100 = devices.device("h100-80g")
+
+    def took(**changes):
+        sent = dataclasses.replace(Traffic(8, 1, 1e12, 0, 10), **changes)
+        return seconds(sent, 1e15, 0, True, h100).total
+
+    assert took(activations=50e9) == pytest.approx(took() + 0.1 * 1.0), "hidden but for a tenth: 50 GB at 50 GB/s"
+    assert took(activations=5e12) == pytest.approx(100 + 0.1 * took()), "the link is what takes the time"
+    assert took(collectives=1000) > took(collectives=10)
+    parts = seconds(Traffic(8, 1, 1e12, 0, 0, exposed=1.0), 1e15, 0, True, h100)
+    assert parts.total == pytest.approx(parts.arithmetic + parts.messages), "one unit: nothing to hide behind"
 
 
 def test_sizes_are_written_for_people():

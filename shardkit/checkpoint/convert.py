@@ -156,7 +156,7 @@ def _to_safetensors(source: Source, temporary: Path, target: Path, dtype, file_b
 
 def _to_dcp(source: Source, temporary: Path, target: Path, dtype, file_bytes: int) -> None:
     places, aliases = source.places(), source.aliases()
-    writer = save._Writer(temporary, "__0_0.distcp")
+    writer = save.Writer(temporary, "__0_0.distcp")
     with writer, _progress(sum(p.nbytes for p in places if p.name not in aliases), f"-> {target.name}") as done:
         for place in places:
             if place.name not in aliases:
@@ -166,7 +166,7 @@ def _to_dcp(source: Source, temporary: Path, target: Path, dtype, file_bytes: in
     facts = writer.finish(False)
     assert (temporary / description_of(writer.file)).is_file()
     shared = [(("model", name), ("model", other)) for name, other in aliases.items()]
-    part = save._Done(writer.file, facts, writer.written, shared)
+    part = save.Done(writer.file, facts, writer.written, shared)
     save._publish(temporary, target, [part], set(), 1)
 
 

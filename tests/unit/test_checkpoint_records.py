@@ -129,7 +129,7 @@ def test_pickles_that_could_run_code_are_refused(tmp_path):
 
 def test_records_stay_below_their_limit(monkeypatch):
     monkeypatch.setattr(records, "LARGEST", 40)
-    boxes = list(save._small_enough(((2, 0), (3, 17)), 4))
+    boxes = list(save.small_enough(((2, 0), (3, 17)), 4))
     assert all(a * b * 4 <= 40 for _, (a, b) in boxes)
     cells = [(i + r, j + c) for (i, j), (a, b) in boxes for r in range(a) for c in range(b)]
     assert cells == [(i, j) for i in range(2, 5) for j in range(17)]  # in order, each once

@@ -11,12 +11,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Cuts, Mesh, Work
@@ -33,6 +35,20 @@ _LOW = (torch.float16, torch.bfloat16)
 # Which flat parameter a local parameter belongs to, and where in it. Weak on both sides: a flat parameter holds its
 # parameters, so that a strong value would keep every model alive for ever.
 _homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+_optimizer_steps = 0  # of those that hold sharded parameters, since a first buffer was made that outlives them
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    global _optimizer_steps
+    _optimizer_steps += any(p in _homes for group in optimizer.param_groups for p in group["params"])
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    # Before a step: what is gathered at its end, as fairscale's OSS does, is of today.
+    register_optimizer_step_pre_hook(_count_step)
 
 
 def home_of(param: torch.Tensor) -> tuple[FlatParam, int] | None:
@@ -71,6 +87,8 @@ class FlatParam:
         else:  # 16-bit gradients are added in float32 where the master is
             self.reduce_dtype = torch.float32 if _narrowed(master_dtype, compute_dtype) else compute_dtype
         self.persistent = persistent  # zero1, zero2: the buffer outlives the step
+        if persistent:
+            _count_optimizer_steps()
         self.needed_in_backward = needed_in_backward  # False: rows are only looked up
         # Where full parameters lie in a buffer, in bytes: how to notice one that was given other memory.
         self.byte_offsets = [offset * compute_dtype.itemsize for offset in self.layout.offsets]
@@ -94,6 +112,7 @@ class FlatParam:
         self._work: Work | None = None
         self._deposited = False  # a gradient has arrived since the buffer was gathered
         self._seen: tuple[int, ...] = ()  # the local parameters' versions when the buffer was gathered
+        self._seen_steps = 0  # the optimizers' steps until then
 
         self._parts: dict[int, torch.Tensor] = {}
         self._grad: torch.Tensor | None = None
@@ -204,7 +223,7 @@ class FlatParam:
         if self.is_whole:
             self.buffer = self.shard
         else:
-            self._seen = tuple([p._version for p in self.params])
+            self._seen, self._seen_steps = tuple([p._version for p in self.params]), _optimizer_steps
             self._deposited = False
             buffer = self.buffer if self.persistent else None
             if buffer is None:
@@ -256,13 +275,15 @@ class FlatParam:
 
         Version counters are not enough: fused optimizers and writes through `.data` move none. What is kept only for
         a backward is good as long as that backward may come. What is kept between steps (zero1, zero2) is good while
-        no gradient is there to step with, and the mode, around whose changes loops exchange weights (EMA), is the same.
+        no gradient is there to step with, the mode, around whose changes loops exchange weights (EMA), is the same, and
+        no optimizer has stepped, not even another sharded model's, which moving averages and reference models follow.
         """
         if not self.ready:
             return True
         if not self.persistent:
             return self.settled
-        return mode_changed or self._deposited or any(p.grad is not None for p in self.params)
+        stepped = self._seen_steps != _optimizer_steps
+        return mode_changed or stepped or self._deposited or any(p.grad is not None for p in self.params)
 
     def forget_work(self) -> None:
         if self._work is not None:

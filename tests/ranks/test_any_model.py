@@ -1262,3 +1262,29 @@ def test_the_class_keeps_its_name_and_attributes(rank, world):
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in Methods().named_parameters()]
     assert "Methods(" in repr(model)
     assert grads(model)["scale"] is None
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full", "zero1", "zero2"])
+def test_a_target_network_that_follows_another_through_data_computes_with_its_new_weights(rank, world, strategy):
+    """As in reinforcement learning, and TRL's `sync_ref_model`: the target never has gradients, nor an optimizer."""
+
+    def run(wrap):
+        online, target = wrap(seeded(Net)), wrap(seeded(Net, seed=1))
+        optimizer = torch.optim.AdamW(online.parameters(), lr=1e-2, fused=True)
+        out = []
+        for step in range(3):
+            with torch.no_grad():
+                goal = target(data(step, 4, 5))
+            out.append(goal.clone())
+            F.mse_loss(online(data(step, 4, 5)), goal).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for mine, theirs in zip(target.parameters(), online.parameters()):
+                mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+        return {"goals": torch.stack(out)}
+
+    def wrap(model):
+        return shardkit.auto_wrap(model, policy={Block}, sharding_strategy=strategy)
+
+    compare("goals", run(wrap), run(lambda model: model))

@@ -12,49 +12,51 @@ does not fit raises when Accelerate is imported.
 import os
 import sys
 
+# Accelerate's own programs, which import it and train nothing; the processes that they start are asked again.
+_PROGRAMS = {
+    "accelerate", "accelerate-config", "accelerate-estimate-memory", "accelerate-launch", "accelerate-merge-weights",
+}  # fmt: skip
+
 
 def hook() -> None:
-    """Does nothing, or arranges for `shardkit.accelerate.install()` once Accelerate has been imported."""
+    """Does nothing, or has Accelerate's import, whether it is to come or under way, followed by shardkit's."""
     try:
         wanted = os.environ.get("SHARDKIT_ACCELERATE", "").strip().lower()
         named = os.environ.get("FSDP_VERSION", "").strip().lower() == "shardkit"
         if wanted in ("0", "false", "off", "no") or not (wanted or named):
             return
-        _install_after_import("accelerate.accelerator", always=wanted == "always")
+        program = getattr(sys, "argv", None) or [""]
+        if os.path.splitext(os.path.basename(program[0]))[0] in _PROGRAMS:
+            return
+        _install_with_accelerate(always=wanted == "always")
     except Exception as error:  # never a reason for `import torch` to fail
         print(f"shardkit was not loaded into Accelerate: {error!r}", file=sys.stderr)
 
 
-def _install_after_import(name: str, always: bool) -> None:
-    import importlib.machinery
-
+def _install_with_accelerate(always: bool) -> None:
     def install() -> None:
-        from shardkit.accelerate import install
+        from shardkit.accelerate.table import install_in_step
 
-        install(always=always)
+        install_in_step(always)
 
-    module = sys.modules.get(name)
-    if module is not None and hasattr(module, "Accelerator"):
+    accelerator = sys.modules.get("accelerate.accelerator")
+    if accelerator is not None and hasattr(accelerator, "Accelerator"):
         install()
         return
 
     class Finder:
-        """Finds one module, once, and installs after its import."""
+        """Waits for the next import of any part of Accelerate: of all of it, or of what follows its `import torch`."""
 
         @staticmethod
         def find_spec(fullname, path=None, target=None):
-            if fullname != name:
+            if fullname.partition(".")[0] != "accelerate":
                 return None
-            sys.meta_path.remove(Finder)
-            spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                load = spec.loader.exec_module
-
-                def exec_module(module):
-                    load(module)
-                    install()
-
-                spec.loader.exec_module = exec_module  # this loader is of this module alone
-            return spec
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not Finder]
+            install()
+            for finder in list(sys.meta_path):  # from the start: shardkit's own is among them now
+                spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
+                if spec is not None:
+                    return spec
+            return None
 
     sys.meta_path.insert(0, Finder)

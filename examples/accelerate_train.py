@@ -1,9 +1,9 @@
 """An ordinary Accelerate loop, which knows nothing of shardkit: the YAML says who shards.
 
-    accelerate launch --config_file examples/fsdp_before.yaml examples/accelerate_train.py     # PyTorch's FSDP2, on GPUs
-    accelerate launch --config_file examples/fsdp_after.yaml examples/accelerate_train.py      # shardkit, GPUs or CPUs
+    accelerate launch --config_file examples/fsdp_before.yaml examples/accelerate_train.py    # PyTorch's FSDP2, on GPUs
+    accelerate launch --config_file examples/fsdp_after.yaml examples/accelerate_train.py     # shardkit, GPUs or CPUs
     accelerate launch --config_file examples/fsdp_before.yaml -m shardkit.run examples/accelerate_train.py   # shardkit
-    ... examples/accelerate_train.py --resume                                                  # from its last checkpoint
+    ... examples/accelerate_train.py --resume                                                 # from its checkpoint
 
 A small Llama learns the standard library's sources byte by byte, which every machine with Python has.
 """
@@ -56,7 +56,8 @@ def main(args: argparse.Namespace) -> float:
     loaders = DataLoader(train, batch_size=args.batch, shuffle=True), DataLoader(held_out, batch_size=args.batch)
     model, optimizer, scheduler, *loaders = accelerator.prepare(model, optimizer, scheduler, *loaders)
     here = sum(p.numel() for p in model.parameters())
-    accelerator.print(f"{accelerator.distributed_type}: {here:,} parameters on each of {accelerator.num_processes} ranks")
+    ranks = accelerator.num_processes
+    accelerator.print(f"{accelerator.distributed_type}: {here:,} parameters on each of {ranks} ranks")
 
     checkpoint = Path(args.out) / "checkpoint"
     done = 0

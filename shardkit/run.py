@@ -20,6 +20,9 @@ def main(arguments: list[str]) -> None:
     arguments = arguments[is_module:]
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.exit(USAGE if not arguments else print(USAGE))
+    script = Path(arguments[0])
+    if not is_module and not script.exists():
+        sys.exit(f"shardkit.run: {script} does not exist. Pass a script, or -m and the name of a module.\n{USAGE}")
     from .accelerate import install
 
     install(always=True)
@@ -27,10 +30,8 @@ def main(arguments: list[str]) -> None:
     if is_module:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         return
-    script = Path(arguments[0])
-    if not script.exists():
-        sys.exit(f"shardkit.run: {script} does not exist. Pass a script, or -m and the name of a module.\n{USAGE}")
-    sys.path[0] = str(script.resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):  # `python -P` puts no folder first
+        sys.path[0] = str(script.resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -10,7 +10,11 @@ after each test, this does both after each block, so that one test can compare s
 """
 
 import contextlib
+import functools
+import gc
+import importlib.metadata
 import os
+import sys
 import unittest.mock
 
 import torch
@@ -22,6 +26,8 @@ def accelerate(*, shardkit=False, fsdp2=False, always=False, **environment):
 
     import shardkit.accelerate as ours
 
+    if "transformers.trainer" in sys.modules:
+        _freeze_imports()
     chosen = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", **environment}
     if not shardkit:
         chosen["ACCELERATE_USE_CPU"] = "true"  # with shardkit, several processes on a machine of CPUs are CPU ranks
@@ -42,6 +48,13 @@ def accelerate(*, shardkit=False, fsdp2=False, always=False, **environment):
             GradientState._reset_state()
 
 
+@functools.cache
+def _freeze_imports():
+    """The Trainer collects garbage each time it trains, which takes a second with all that it imports."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextlib.contextmanager
 def _forced_fsdp2():
     """Stock Accelerate gives CPU ranks DDP whatever the settings say. As the type FSDP, its version 2 runs on CPUs."""
@@ -60,6 +73,12 @@ def _forced_fsdp2():
 
     with unittest.mock.patch.object(AcceleratorState, "__init__", init):
         yield
+
+
+def older(package, version):
+    """Whether the installed release is one from before `version`, for what only newer ones do: tests/matrix/run.py."""
+    there = importlib.metadata.version(package).split(".")
+    return [int(part) for part in there[:2]] < [int(part) for part in version.split(".")]
 
 
 def tiny_llama(seed=0, **changes):

@@ -12,6 +12,7 @@ FSDP, loads as well. Each rank reads its own part, and no optimizer step is take
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def concerns_optimizer(plugin: Any, accelerator: Any, optimizer: Any, model: Any
 
 
 def concerns_state_dict(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> bool:
-    return is_ours(accelerator) and is_sharded(model)
+    return is_ours(accelerator)
 
 
 # -------------------------------------------------------------------------------------------------------- models
@@ -93,8 +94,17 @@ def load_model_state(
     if path in weights:
         load_safetensors(module, path.parent if path.name == INDEX else path)
         return LoadResult([], [])
-    state = together(group, f"reading {path}", lambda: _mapped(path))
-    return together(group, f"loading the model from {path}", lambda: _load_whole(module, state, not adapter))
+    saved = together(group, f"reading {path}", lambda: _mapped(path))
+    if not adapter:
+        return together(group, f"loading the model from {path}", lambda: _load_whole(module, saved, strict=True))
+    trained = trained_names(module, module.state_dict(), group).values()
+
+    def load() -> LoadResult:
+        result = _load_whole(module, saved, strict=False)
+        missing = [key for key in result.missing_keys if key in trained]  # the base model's are not expected
+        return _report(path, missing, result.unexpected_keys, len(trained))
+
+    return together(group, f"loading the model from {path}", load)
 
 
 def _load_sharded(group, path: Path, module: nn.Module) -> LoadResult:
@@ -105,13 +115,14 @@ def _load_sharded(group, path: Path, module: nn.Module) -> LoadResult:
 
 def _load_adapters(group, path: Path, module: nn.Module) -> LoadResult:
     state = module.state_dict()
-    names, missing = trained_names(module, state, group), []
+    names = trained_names(module, state, group)
     with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
 
-        def load():
-            loaded = {}
+        def load() -> LoadResult:
+            loaded, missing = {}, []
             for name, key in names.items():
-                there = [n for n in (f"model.{name}", f"model.{clean(key)}") if n in checkpoint.tensors]
+                # Its own first: in peft's names, the active adapter may be another than it is now.
+                there = [n for n in (f"model.{clean(key)}", f"model.{name}") if n in checkpoint.tensors]
                 if not there:
                     missing.append(key)
                 elif isinstance(state[key], LocalShard):
@@ -119,15 +130,23 @@ def _load_adapters(group, path: Path, module: nn.Module) -> LoadResult:
                     loaded[key] = state[key]  # in place already, unless a hook has made a copy
                 else:
                     loaded[key] = checkpoint.tensor(there[0]).read(checkpoint.reader)
-            if not loaded:
-                raise ConfigError(f"{path} has nothing of what this model trains: {', '.join(missing[:5])}, ...")
             for step in steps_of(module):
                 for flat in step.flats:
                     flat.forget()
             module.load_state_dict(loaded, strict=False)
+            return _report(path, missing, [], len(names))
 
-        together(group, f"loading the model from {path}", load)
-    return LoadResult(missing, [])
+        return together(group, f"loading the model from {path}", load)
+
+
+def _report(path: Path, missing: list[str], unexpected: list[str], wanted: int) -> LoadResult:
+    """Of loading adapters. Stock's checkpoints have the active one alone, and the rest of a model keeps its values."""
+    if missing:
+        few = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        if len(missing) == wanted:
+            raise ConfigError(f"{path} has nothing of what this model trains ({few}). Build the model that was saved.")
+        warnings.warn(f"{path} has no {few}, which keep their values.", stacklevel=2)
+    return LoadResult(missing, unexpected)
 
 
 def _load_whole(module: nn.Module, state: dict, strict: bool) -> Any:
@@ -206,7 +225,10 @@ def _model_of(optimizer: Any, accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def get_state_dict(stock, self, model, unwrap=True) -> dict:
-    """The whole state dict in host memory on the first rank, empty on others. Collective over the model's ranks."""
+    """The whole state dict in host memory on the first rank, empty on others. Collective over the model's ranks. Of a
+    model that is not sharded, or not yet, its state dict."""
+    if not is_sharded(model):
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
     module, plugin = inner(model), plugin_of(self)
     if plugin is not None and plugin.saves_for_peft and has_adapters(module):
         state = needed_to_save(module, module.state_dict(), world_of(steps_of(module)))
@@ -246,8 +268,8 @@ def _full_name(name: str, index: int) -> str:
 
 
 def _find(group, folder: Path, name: str, index: int, others: list[Path]) -> Path:
-    """What there is to load, decided by the first rank, seen by all: the newer one of the two kinds, where a run changed
-    its `state_dict_type`, else the first of `others`. Three object gathers."""
+    """What there is to load, decided by the first rank, seen by all: the newer one of the two kinds, where a run
+    changed its `state_dict_type`, else the first of `others`. Three object gathers."""
     sharded = folder if folder.name == f"{name}_{index}" else folder / f"{name}_{index}"
     full = folder / _full_name(name, index)
 

@@ -34,8 +34,11 @@ _STOCK_FIELDS = {field.name for field in dataclasses.fields(FullyShardedDataPara
 _OWN = ({*Options.__dataclass_fields__} - _STOCK_FIELDS - {"device_id"}) | {"policy", "no_sync", "process_group"}
 _SHARED = {
     "sharding_strategy", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "backward_prefetch",
-    "sync_module_states",
+    "forward_prefetch", "sync_module_states",
 }  # fmt: skip
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Asked(str):
@@ -50,6 +53,20 @@ class Asked(str):
 
     def __getnewargs__(self):
         return (self.options,)
+
+
+_passed: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def passing(settings: dict[str, Any]) -> Iterator[None]:
+    """While stock code makes a plugin of nothing but the environment: what that cannot carry, by the names of fields
+    and of shardkit's options."""
+    _passed.update(settings)
+    try:
+        yield
+    finally:
+        _passed.clear()
 
 
 def is_the_word(version: Any) -> bool:
@@ -79,6 +96,7 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
     cpu_offload: Any
     activation_checkpointing: Any
     state_dict_type: Any
+    ignored_modules: Any
 
     wrap_options: dict[str, Any]
     """Arguments of `shardkit.auto_wrap` that are the same for every model."""
@@ -91,7 +109,7 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
 
         table.install("accelerate")
         self._given = {name: given.pop(name) for name in [*given] if name not in _STOCK_FIELDS}
-        self._given |= {name: given.pop(name) for name in [*given] if name in _SHARED and _is_ours(given[name])}
+        self._given |= {name: given.pop(name) for name in [*given] if name in _SHARED and _is_ours(name, given[name])}
         if isinstance(given.get("mixed_precision_policy"), MixedPrecision):
             self._given["mixed_precision"] = given.pop("mixed_precision_policy")
         super().__init__(**given)
@@ -101,7 +119,11 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
     def take_request(self) -> None:
         """Reads the fields and variables before Accelerate does, keeps what shardkit makes of them, and leaves in the
         fields what Accelerate accepts for version 2."""
-        given = {**_from_environment(), **getattr(self.fsdp_version, "options", {}), **self.__dict__.get("_given", {})}
+        for name in _STOCK_FIELDS & _passed.keys():
+            setattr(self, name, _passed[name])
+        passed = {name: value for name, value in _passed.items() if name not in _STOCK_FIELDS}
+        passed |= getattr(self.fsdp_version, "options", {})
+        given = {**_from_environment(), **passed, **self.__dict__.get("_given", {})}
         unknown = sorted(set(given) - _OWN - _SHARED)
         if unknown:
             known = ", ".join(sorted(_OWN | _SHARED))
@@ -116,7 +138,10 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         options |= self._strategy(given)
         options |= self._offload(given)
         options |= self._checkpointing(given)
-        if str(_field(self.backward_prefetch, "BACKWARD_PREFETCH")).upper() == "NO_PREFETCH":
+        prefetch = given.pop("backward_prefetch", None)
+        if prefetch is None:
+            prefetch = _field(self.backward_prefetch, "BACKWARD_PREFETCH")
+        if prefetch is False or str(prefetch).upper() == "NO_PREFETCH":
             options["backward_prefetch"] = False
         sync = _flag(_field(self.sync_module_states, "SYNC_MODULE_STATES"), default=None)
         options["sync_module_states"] = sync is not False
@@ -125,11 +150,14 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         if self.param_init_fn is not None:
             options["param_init_fn"] = self.param_init_fn
         policy = self.mixed_precision_policy
-        if policy is not None and not isinstance(policy, str) and "mixed_precision" not in given:
+        if isinstance(policy, str) and policy in _DTYPES:  # 16 bits throughout, as Accelerate means it
+            policy = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), _DTYPES[policy])
+        if policy is not None and "mixed_precision" not in given:
             given["mixed_precision"] = policy
             self.mixed_precision_policy = None
         if given.get("mixed_precision") is not None:
             given["mixed_precision"] = _precision(given["mixed_precision"])
+        self.ignored_modules = _field(self.ignored_modules, "IGNORED_MODULES")  # older releases do not read it
         self.wrap_options = options | given
         # Version 2 has no word for these, or other values.
         self.sharding_strategy = self.use_orig_params = self.sync_module_states = self.forward_prefetch = None
@@ -139,8 +167,11 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         strategy = _strategy_of(given.pop("sharding_strategy", None))
         reshard = given.pop("reshard_after_forward", None)
         if strategy is None:
-            strategy = _strategy_of(_field(self.sharding_strategy, "SHARDING_STRATEGY"))
+            asked = self.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY")
+            strategy = _strategy_of(None if asked in ("", "None") else asked)  # "none" is a strategy
         stock = _strategy_of(_field(self.reshard_after_forward, "RESHARD_AFTER_FORWARD"))
+        if isinstance(reshard, str):
+            stock, reshard = _strategy_of(reshard), None
         if isinstance(stock, str) and strategy in (None, "FULL_SHARD"):  # the newer field of version 1, same values
             strategy, stock = stock, None
         out: dict[str, Any] = {"sharding_strategy": strategy or "FULL_SHARD"}
@@ -148,7 +179,8 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
             out["reshard_after_forward"] = reshard
         elif stock is False:  # True is the launcher's default, and says nothing
             out["reshard_after_forward"] = False
-        self.reshard_after_forward = bool(reshard) if reshard is not None else stock is not False
+        drops = out["sharding_strategy"] in ("FULL_SHARD", "HYBRID_SHARD", "full", "hybrid")
+        self.reshard_after_forward = bool(out.get("reshard_after_forward", drops))
         return out
 
     def _offload(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +215,8 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
     def set_state_dict_type(self, state_dict_type=None):
         if state_dict_type is None and self.state_dict_type is None:
             self.state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
-        if str(state_dict_type or self.state_dict_type).upper().endswith("LOCAL_STATE_DICT"):
+        asked = str(state_dict_type or self.state_dict_type).upper()
+        if asked.endswith("LOCAL_STATE_DICT") or asked == "2":  # its number in torch
             raise ConfigError(
                 "LOCAL_STATE_DICT can only be loaded with the same wrapping on as many ranks. Use SHARDED_STATE_DICT, "
                 "which writes the same bytes and loads anywhere."
@@ -195,11 +228,11 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
     @contextlib.contextmanager
     def as_version_1(self) -> Iterator[None]:
         """While stock code runs whose steps for version 1 fit: one object at a time, nothing replaced."""
-        self.fsdp_version = 1
+        before, self.fsdp_version = self.fsdp_version, 1
         try:
             yield
         finally:
-            self.fsdp_version = 2
+            self.fsdp_version = before
 
     # -------------------------------------------------------------------------------------- for one model
 
@@ -221,6 +254,9 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         """All options of `shardkit.auto_wrap` for this model. `precision`: Accelerate's `mixed_precision`."""
         options = dict(self.wrap_options)
         options["device_id"] = device
+        recompute = _flag(self.activation_checkpointing)  # Trainer sets the field of a plugin that is there already
+        if bool(recompute) != bool(options["activation_checkpointing"]):
+            options["activation_checkpointing"] = recompute or None
         mixed = options.get("mixed_precision")
         if mixed is None and precision == "fp16" and device.type == "cpu":
             said = "mixed_precision='fp16' has no effect on CPU ranks, as in Accelerate: training in float32."
@@ -241,10 +277,14 @@ class ShardkitPlugin(FullyShardedDataParallelPlugin):
         return options
 
 
-def _is_ours(value: Any) -> bool:
-    """Whether a value of a field that both have is one that Accelerate would not understand."""
+def _is_ours(name: str, value: Any) -> bool:
+    """Whether a value of a field that both have is one that Accelerate would not understand, or not in this way."""
+    if name in ("backward_prefetch", "forward_prefetch"):
+        return isinstance(value, bool)
+    if name == "reshard_after_forward":
+        return isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, str):
-        return value in STRATEGIES
+        return value in STRATEGIES if name == "sharding_strategy" else value == "differing"
     return isinstance(value, (CPUOffload, ActivationCheckpointing, float)) or (
         not isinstance(value, (bool, int)) and callable(value) or isinstance(value, (set, frozenset))
     )
@@ -287,7 +327,12 @@ def _strategy_of(value: Any) -> str | bool | None:
             return text.lower()
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
+        if text.upper() == "NO_RESHARD":  # so the launcher's help
+            return False
         value = int(text) if text.isdigit() else text.upper().lstrip("_")
+        if isinstance(value, str) and value not in FSDP_SHARDING_STRATEGY:
+            known = ", ".join([*FSDP_SHARDING_STRATEGY, *STRATEGIES])
+            raise ConfigError(f"sharding strategy {text!r} is not known. Use one of {known}.")
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= len(FSDP_SHARDING_STRATEGY):
             raise ConfigError(f"sharding strategy {value} is not known: 1 to {len(FSDP_SHARDING_STRATEGY)}.")
@@ -300,6 +345,10 @@ def _precision(policy: Any, only_compute: bool = False) -> MixedPrecision:
     16-bit reductions or outputs; Accelerate sets them for version 2 because it has no other switch."""
     if isinstance(policy, MixedPrecision):
         return policy
+    if isinstance(policy, str):
+        if policy not in _DTYPES:
+            raise ConfigError(f"mixed_precision={policy!r} is not known. Use one of {', '.join(_DTYPES)}.")
+        return MixedPrecision(param_dtype=_DTYPES[policy])
     read = policy.get if isinstance(policy, dict) else lambda name: getattr(policy, name, None)
     if only_compute:
         return MixedPrecision(param_dtype=read("param_dtype"))

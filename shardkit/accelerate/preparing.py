@@ -18,10 +18,14 @@ from accelerate.utils import DistributedType
 from .. import api
 from ..errors import ConfigError, StateError
 from ..integrations.fsdp2 import FSDPModule
+from ..runtime.flat_param import home_of
 from ..runtime.managed import unit_of
 from .plugin import ShardkitPlugin
 
 _NO_SYNC = "_shardkit_no_sync"
+_NOT_ELEMENTWISE = {
+    "adafactor", "muon", "shampoo", "soap", "lamb", "lars", "apollo", "galoreadamw", "galoreadafactor", "came", "lbfgs",
+}  # fmt: skip
 
 
 class Prepared(FSDPModule, api.FullyShardedDataParallel):
@@ -117,7 +121,37 @@ def prepare(stock, self, *args, **kwargs):
     plugin = plugin_of(self)
     assert plugin is not None
     with plugin.as_version_1():
-        return stock(self, *args, **kwargs)
+        prepared = stock(self, *args, **kwargs)
+    for optimizer in self._optimizers:
+        _check_optimizer(optimizer)
+        _cut_state(optimizer)
+    return prepared
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses optimizers whose step is not elementwise: with pieces of matrices they would train, and to other ends."""
+    bare = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper keeps it there
+    names = {cls.__name__.lower() for cls in type(bare).__mro__}
+    homes = (home_of(p) for group in optimizer.param_groups for p in group["params"])
+    in_pieces = any(home is not None and home[0].infos[home[1]].group.size > 1 for home in homes)
+    if in_pieces and names & _NOT_ELEMENTWISE:
+        raise ConfigError(
+            f"{type(bare).__name__} looks at whole matrices or their norms, and shardkit's ranks hold pieces: it would "
+            "train differently. Use an elementwise optimizer (AdamW, SGD, Lion, Adagrad, ...), "
+            "sharding_strategy='none', or fsdp_version: 2."
+        )
+
+
+def _cut_state(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps this rank's part of what an optimizer made for whole parameters: Adagrad makes its state at once."""
+    for param, state in optimizer.state.items():
+        home = home_of(param)
+        info = home[0].infos[home[1]] if home is not None else None
+        for name, value in state.items():
+            if info is not None and torch.is_tensor(value) and tuple(value.shape) == info.shape != tuple(param.shape):
+                start, stop = info.piece
+                part = value.detach().reshape(-1)[start:stop].view(info.local_shape)
+                state[name] = part.to(param.device, copy=True)
 
 
 def prepare_model(stock, self, model, device_placement=None, evaluation_mode=False):

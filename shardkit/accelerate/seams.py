@@ -77,7 +77,8 @@ class Table:
         self._finder: _AfterImport | None = None
 
     def install(self, needed: str) -> None:
-        """Installs every seam: those in the package `needed` now, those of others when their modules are imported.
+        """Installs every seam: those in the package `needed` now, those of others when their modules are imported. ""
+        imports nothing.
 
         Does nothing for seams that are installed. Raises ShardkitIncompatible, with everything taken back.
         """

@@ -36,9 +36,10 @@ checkpoints, preparing, trainer = _Late("checkpoints"), _Late("preparing"), _Lat
 
 def is_asked_for(plugin: Any) -> bool:
     """Whether a plugin that is being made is for shardkit."""
-    from .plugin import ShardkitPlugin, is_the_word
+    from .plugin import ShardkitPlugin, _passed, is_the_word
 
     asked = plugin.fsdp_version if plugin.fsdp_version is not None else os.environ.get("FSDP_VERSION")
+    asked = _passed.get("fsdp_version", asked)
     return _always or isinstance(plugin, ShardkitPlugin) or is_the_word(asked)
 
 
@@ -89,10 +90,14 @@ table = Table([
          checkpoints.concerns_optimizer, checkpoints.load_optimizer_state),
     Seam("transformers.trainer", "Trainer.save_model", ("self", "output_dir", "_internal_call"),
          trainer.trains_with_shardkit, trainer.save_model),
+    Seam("transformers.trainer", "Trainer.evaluation_loop", ("self", "dataloader", "description"),
+         trainer.trains_with_shardkit, trainer.evaluation_loop),
     Seam("transformers.modeling_utils", "ModuleUtilsMixin.num_parameters", ("self",),
          trainer.is_a_sharded_model, trainer.num_parameters),
     Seam("transformers.training_args", "TrainingArguments._process_fsdp_args", ("self",),
          trainer.names_shardkit, trainer.process_fsdp_args, since="5.0"),
+    Seam("transformers.trainer", "Trainer.create_accelerator_and_postprocess", ("self",),
+         trainer.makes_a_plugin, trainer.create_accelerator, until="5.0"),
     Seam("trl.models.utils", "prepare_fsdp", ("model", "accelerator"),
          trainer.is_for_shardkit, trainer.prepare_fsdp, since="0.16"),
 ])  # fmt: skip
@@ -112,6 +117,14 @@ def install(always: bool = True) -> None:
     _always = _always and was_installed or always
 
 
+def install_in_step(always: bool) -> None:
+    """As `install`, with Accelerate's own import, which may have begun: each part is replaced when it is there."""
+    global _always
+    was_installed = bool(table.installed)
+    table.install("")
+    _always = _always and was_installed or always
+
+
 def uninstall() -> None:
     """Puts back everything that `install` replaced. Models that were prepared stay sharded."""
     global _always
@@ -122,6 +135,8 @@ def uninstall() -> None:
 def status() -> dict[str, Any]:
     """What is replaced, for whom, and in which versions:
     `{"installed": bool, "always": bool, "versions": {package: version}, "entries": {entry: state}}`."""
+    if table.is_waiting:
+        table.complete()
     packages = dict.fromkeys(["shardkit", *(seam.package for seam in table.seams)])
     return {
         "installed": bool(table.installed),

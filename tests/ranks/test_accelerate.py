@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.accelerate_runs import accelerate, tiny_llama, token_rows
+from tests.accelerate_runs import accelerate, older, tiny_llama, token_rows
 from tests.harness import ranks, run_ranks
 
 
@@ -102,7 +102,8 @@ def test_every_setting_trains_the_same(rank, world, settings, options):
 
 
 def tied_llama():
-    return tiny_llama(tie_word_embeddings=True)
+    uncached = {"use_cache": False} if older("transformers", "5.0") else {}  # recomputing would extend it twice
+    return tiny_llama(tie_word_embeddings=True, **uncached)
 
 
 @ranks(2, timeout=120.0)
@@ -211,6 +212,7 @@ def test_free_memory_lets_the_model_go(rank, world):
         assert model() is None
 
 
+@pytest.mark.skipif(older("accelerate", "1.8"), reason="its version 2 numbers the optimizer's state")
 @ranks(2, timeout=120.0)
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("direction", ["stock to shardkit", "shardkit to stock"])
@@ -406,6 +408,7 @@ def test_generation_with_unequal_lengths_per_rank(rank, world):
     assert torch.equal(got, want)
 
 
+@pytest.mark.skipif(older("transformers", "5.0"), reason="only the first rank reads the weights")
 @ranks(2, timeout=120.0)
 def test_a_loaded_model_is_read_from_its_file_only_where_this_ranks_piece_lies(rank, world, tmp_path):
     """Weights that from_pretrained has mapped from one file: pages of other ranks' pieces are never touched."""
@@ -456,7 +459,7 @@ def test_a_head_that_the_file_lacks_comes_from_the_first_rank(rank, world, tmp_p
         accelerator = Accelerator()
         torch.manual_seed(rank)
         model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=3)
-        assert model.score.weight.is_meta == (rank > 0)
+        assert model.score.weight.is_meta == (rank > 0) or older("transformers", "5.0")
         head = model.score.weight.detach().clone()
         model = accelerator.prepare(model)
         whole = accelerator.get_state_dict(model)
@@ -487,6 +490,25 @@ def test_torch_compile_before_or_by_prepare(rank, world):
         close(loop(make=lambda: torch.compile(tiny_llama(), backend="eager"))[2], theirs)
     with accelerate(shardkit=True):
         close(loop(dynamo_backend="eager")[2], theirs)
+
+
+@ranks(2, timeout=120.0)
+@pytest.mark.parametrize("strategy", ["full", "none"])
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_there_are_pieces(rank, world, strategy):
+    from accelerate import Accelerator
+
+    from shardkit.accelerate import ShardkitPlugin
+
+    with accelerate(shardkit=True):
+        accelerator = Accelerator(fsdp_plugin=ShardkitPlugin(sharding_strategy=strategy))
+        model = tiny_llama()
+        optimizer = accelerator.prepare(torch.optim.Adafactor(model.parameters()))
+        if strategy == "none":
+            accelerator.prepare(model)
+        else:
+            with pytest.raises(ValueError, match="Adafactor looks at whole matrices"):
+                accelerator.prepare(model)
+        assert optimizer is not None
 
 
 @ranks(2, timeout=120.0)

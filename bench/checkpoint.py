@@ -1,9 +1,9 @@
-"""Saving and loading a sharded checkpoint, beside FSDP2 with torch.distributed.checkpoint, side by side in one run.
+"""Saving and loading a checkpoint, beside FSDP2 with torch.distributed.checkpoint, DeepSpeed and OSS, in one run.
 
     python bench/checkpoint.py                            # 2 and 4 CPU ranks, or all GPUs
     python bench/checkpoint.py --dim 1024 --nproc 2       # 1.1 GB with Adam's state
 
-Model and AdamW state, written through to the disk by both. They take turns, round after round; each save gets a new
+Model and AdamW state, written through to the disk by all. They take turns, round after round; each save gets a new
 folder, as in a job that must not lose its last checkpoint, and the one before is removed outside the clock. `peak` is
 what a rank's memory grows by while it saves or loads; `read` is what it asks of the file system (/proc/self/io).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import shutil
 import statistics
 import tempfile
@@ -61,10 +62,52 @@ def _shardkit_async(path, model, optim):
     _shardkit_async.handle = shardkit.async_save(path, model, optim)
 
 
+def _deepspeed_save(path, engine, optim):
+    """Every rank writes its part of the optimizer, with the weights as it keeps them for that; stages 1 and 2 have rank
+    0 write the weights once more."""
+    engine.save_checkpoint(str(path), tag="step")
+    _write_through(path)
+
+
+def _deepspeed_load(path, engine, optim):
+    where, _ = engine.load_checkpoint(str(path), tag="step")
+    if where is None:
+        raise RuntimeError(f"DeepSpeed found nothing to load in {path}")
+
+
+def _oss_save(path, model, optim):
+    """There is no sharded checkpoint: rank 0 collects the optimizer's state and writes everything."""
+    optim.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        path.mkdir()
+        torch.save({"model": model.module.state_dict(), "optim": optim.state_dict()}, path / "all.pt")
+    dist.barrier()
+    _write_through(path)
+
+
+def _oss_load(path, model, optim):
+    loaded = torch.load(path / "all.pt", map_location="cpu")
+    model.module.load_state_dict(loaded["model"])
+    optim.load_state_dict(loaded["optim"])
+
+
+def _write_through(path) -> None:
+    """For those that leave it to the system when their files reach the disk."""
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    for file in files[dist.get_rank() :: dist.get_world_size()]:
+        descriptor = os.open(file, os.O_RDWR)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    dist.barrier()
+
+
+_OURS = {"save": _shardkit_save, "load": _shardkit_load, "async_save": _shardkit_async}
+_DEEPSPEED = {"save": _deepspeed_save, "load": _deepspeed_load}
+_OSS = {"save": _oss_save, "load": _oss_load}
 ACTIONS = {
-    "fsdp2": {"save": _fsdp2_save, "load": _fsdp2_load},
-    "shardkit": {"save": _shardkit_save, "load": _shardkit_load, "async_save": _shardkit_async},
-}
+    "oss": _OSS, "deepspeed1": _DEEPSPEED, "zero1": _OURS, "fairscale": _OSS, "deepspeed2": _DEEPSPEED, "zero2": _OURS,
+    "fsdp2": {"save": _fsdp2_save, "load": _fsdp2_load}, "deepspeed3": _DEEPSPEED, "shardkit": _OURS,
+}  # fmt: skip
 
 
 class Measured:
@@ -78,7 +121,7 @@ class Measured:
 
     def run(self, device, action, *args) -> None:
         gc.collect()
-        dist.barrier()  # both write through to the disk: nobody leaves writing to the one after
+        dist.barrier()  # all write through to the disk: nobody leaves writing to the one after
         _reset_peak(device)
         before, read = _memory(device), _bytes_read()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -137,7 +180,7 @@ def worker(args, device) -> dict:
     for impl in impls:
         model = common.build(args, device)
         model = common.wrap(impl, model, common.unit_modules(model, args.units), device)
-        optim = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=True)
+        optim = common.optimizer(impl, model)
         common.loss_of(model, common.batch(args, device, 0)).backward()
         optim.step()
         optim.zero_grad()
@@ -191,7 +234,18 @@ def show(result: dict) -> str:
     text = report.table(["", "wall s", "median", "/ fsdp2", "CPU s", "peak MB", "read MB"], lines)
     sizes = ", ".join(f"{impl} {size / 1e6:.1f} MB" for impl, size in result["bytes"].items())
     head = f"{result['world']} ranks, {result['backend']}, {result['parameters'] / 1e6:.1f} M parameters with AdamW"
+    for action, what in (("save", "save ms"), ("load", "load ms")):
+        text += report.against_peers(_milliseconds(result, action), what)
     return f"{head}; {result['rounds']} rounds, the slowest rank. On disk: {sizes}.\n\n{text}"
+
+
+def _milliseconds(result: dict, action: str) -> dict[str, float]:
+    return {row["impl"]: 1e3 * row["wall_min"] for row in result["rows"] if row["action"] == action}
+
+
+def plot(results: list[dict]):
+    panels = [(f"{r['world']} ranks, {a}", _milliseconds(r, a)) for r in results for a in ("save", "load")]
+    return report.bars(panels, "ms, the slowest rank, the fastest round")
 
 
 def main() -> None:
@@ -200,11 +254,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where to write; None: the system's folder for temporary files")
     common.add_model_options(parser)
-    report.add_options(parser)
+    report.add_options(parser, ACTIONS)
     args = parser.parse_args()
     results = common.launch(worker, args, args.nproc)
     if results:
-        report.write("checkpoint", args, results, show)
+        report.write("checkpoint", args, results, show, plot)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import sys
 import tempfile
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # measures this checkout, installed or not
 
-IMPLS = ("ddp", "fsdp1", "fsdp2", "shardkit")
 CPU_SIZES = (2, 4)
 
 
@@ -102,14 +103,15 @@ def _ddp(model, units, device, reshard):
 
 
 def _fsdp1(model, units, device, reshard):
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     chosen = set(units)  # it never reshards its root after forward, whatever `reshard` is
     # On the CPU it raises without a device_id.
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=CustomPolicy(lambda m: m in chosen), device_id=device, use_orig_params=True
-    )
+        model, auto_wrap_policy=CustomPolicy(lambda m: m in chosen), device_id=device, use_orig_params=True,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if reshard is False else ShardingStrategy.FULL_SHARD,
+    )  # fmt: skip
 
 
 def _fsdp2(model, units, device, reshard):
@@ -130,23 +132,112 @@ def _shardkit(model, units, device, reshard, strategy="full"):
     return shardkit.auto_wrap(model, policy=lambda m: m in chosen, sharding_strategy=strategy, **options)
 
 
+def _oss(model, units, device, reshard):
+    """ZeRO-1 as fairscale has it: DDP, and an optimizer that keeps whole parameters' states on one rank each."""
+    from fairscale.optim import OSS
+
+    model = _ddp(model, units, device, reshard)
+    model.sharded_optimizer = OSS(model.parameters(), torch.optim.AdamW, **ADAMW)
+    return model
+
+
 def _fairscale(model, units, device, reshard):
-    """ZeRO-1 and -2 as fairscale has them. Its reduce buffer is off: with it, gradients are wrong after zero_grad()."""
+    """ZeRO-2 as fairscale has it. Its reduce buffer is off: with it, gradients are wrong after zero_grad()."""
     from fairscale.nn import ShardedDataParallel
     from fairscale.optim import OSS
 
     return ShardedDataParallel(model, OSS(model.parameters(), torch.optim.AdamW, **ADAMW), reduce_buffer_size=0)
 
 
+def _import_deepspeed():
+    """Without a GPU it must be told that it runs on the CPU, before it is imported."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls collectives by the names that torch now deprecates, hundreds of times a step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import deepspeed
+
+    return deepspeed
+
+
+def _deepspeed(model, units, device, reshard, stage):
+    """ZeRO in float32 with our AdamW, without the clipping that is its default.
+
+    Its buckets hold a unit; by default they are larger than the whole model. Gradients stay where autograd puts them
+    until they are reduced, which is where its peak is lowest. Stage 3 shards small weights too, and gathers all again
+    in backward unless `reshard` is False; by default it keeps a model of this size until it was used.
+    """
+    deepspeed = _import_deepspeed()
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    unit = max(sum(p.numel() for p in module.parameters()) for module in units)
+    zero = dict(stage=stage, reduce_bucket_size=unit, allgather_bucket_size=unit, contiguous_gradients=False)
+    if stage == 3:
+        kept = int(1e9) if reshard is False else 0
+        zero.update(
+            stage3_max_live_parameters=kept, stage3_max_reuse_distance=kept, stage3_prefetch_bucket_size=unit,
+            stage3_param_persistence_threshold=0,
+        )  # fmt: skip
+    config = dict(
+        train_micro_batch_size_per_gpu=1, gradient_clipping=0.0, zero_optimization=zero,
+        zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False,
+    )  # fmt: skip
+    linear = F.linear
+    optim = torch.optim.AdamW(model.parameters(), **ADAMW)
+    engine = deepspeed.initialize(model=model, optimizer=optim, config=config)[0]
+    # Stage 3 replaces it for the whole process, for good. It may have its own, and the others theirs.
+    replaced, F.linear, forward = F.linear, linear, engine.forward
+
+    def forward_with_its_own(*inputs):
+        F.linear = replaced
+        try:
+            return forward(*inputs)
+        finally:
+            F.linear = linear
+
+    engine.forward = forward_with_its_own
+    return engine
+
+
+class _EngineOptimizer:
+    """DeepSpeed's engine owns the step, and clears gradients in it."""
+
+    def __init__(self, engine):
+        self.step = engine.step
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def _keeping(wrapper, model, units, device, reshard):
+    return wrapper(model, units, device, False)
+
+
 ADAMW = dict(lr=3e-4, foreach=True)
 WRAPPERS = {
-    "local": _local, "ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit, "fairscale": _fairscale,
-    "zero1": partial(_shardkit, strategy="zero1"), "zero2": partial(_shardkit, strategy="zero2"),
+    "local": _local, "ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2, "shardkit": _shardkit,
+    "oss": _oss, "fairscale": _fairscale, "zero1": partial(_shardkit, strategy="zero1"),
+    "zero2": partial(_shardkit, strategy="zero2"), "grad_op": partial(_shardkit, strategy="grad_op"),
+    **{f"deepspeed{stage}": partial(_deepspeed, stage=stage) for stage in (1, 2, 3)},
+    "fsdp1_grad_op": partial(_keeping, _fsdp1), "fsdp2_grad_op": partial(_keeping, _fsdp2),
+    "deepspeed3_grad_op": partial(_keeping, partial(_deepspeed, stage=3)),
 }  # fmt: skip
+# What shards the same: ours, and those it is measured against.
+PEERS = {
+    "zero1": ("oss", "deepspeed1"),
+    "zero2": ("fairscale", "deepspeed2"),
+    "shardkit": ("fsdp1", "fsdp2", "deepspeed3"),
+    "grad_op": ("fsdp1_grad_op", "fsdp2_grad_op", "deepspeed3_grad_op"),
+}
+IMPLS = ("ddp", *(impl for ours in ("zero1", "zero2", "shardkit") for impl in (*PEERS[ours], ours)))
 
 
 def optimizer(impl: str, model) -> torch.optim.Optimizer:
-    """AdamW for what `wrap` returned; fairscale shards its optimizer rather than the parameters."""
+    """AdamW for what `wrap` returned; some own theirs, because they shard it rather than the parameters."""
+    if impl.startswith("deepspeed"):
+        return _EngineOptimizer(model)
+    if impl == "oss":
+        return model.sharded_optimizer
     if impl == "fairscale":
         return model._sharded_optimizers[0]
     return torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -166,16 +257,18 @@ def available(impls) -> tuple[list[str], dict[str, str]]:
     good, skipped = [], {}
     for impl in impls:
         try:
-            if impl == "fairscale":
+            if impl in ("fairscale", "oss"):
                 import fairscale  # noqa: F401
-            elif impl in ("shardkit", "zero1", "zero2"):
+            elif impl.startswith("deepspeed"):
+                _import_deepspeed()
+            elif impl in ("shardkit", "grad_op", "zero1", "zero2"):
                 import shardkit
 
                 shardkit.auto_wrap  # noqa: B018 - a package under construction imports but wraps nothing
             elif impl.startswith("fsdp"):
                 import torch.distributed.fsdp  # noqa: F401
             good.append(impl)
-        except (ImportError, AttributeError) as e:
+        except Exception as e:  # whatever a peer's installation fails with must not stop the others
             skipped[impl] = f"{type(e).__name__}: {e}"
     return good, skipped
 
@@ -244,6 +337,20 @@ def launch(worker, args, sizes: list[int] | None) -> list[dict]:
             mp.start_processes(_child, (worker, args, world, folder), nprocs=world, start_method="forkserver")
             results.append(json.loads(Path(folder, "result.json").read_text()))
     return results
+
+
+def launch_each(worker, args, sizes: list[int] | None) -> list[dict]:
+    """As `launch`, but each implementation in ranks of its own, one after another. Under torchrun they share them."""
+    if "RANK" in os.environ:
+        return launch(worker, args, sizes)
+    merged: list[dict] = []
+    for impl in args.impl:
+        results = launch(worker, argparse.Namespace(**vars(args) | {"impl": [impl]}), sizes)
+        merged = merged or [result | {"rows": [], "skipped": {}} for result in results]
+        for into, result in zip(merged, results):
+            into["rows"] += result["rows"]
+            into["skipped"] |= result["skipped"]
+    return merged
 
 
 def _child(rank, worker, args, world, folder):

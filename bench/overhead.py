@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WORLD = 8
 UNWRAPPED = "unwrapped"
+# Their work follows buckets of gradients and the optimizer's step, not the model's modules.
+NO_UNITS = ("local", "ddp", "oss", "fairscale", "deepspeed1", "deepspeed2")
 
 
 class Unit(nn.Module):
@@ -155,7 +157,8 @@ def run(args) -> dict:
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    impls, skipped = common.available(i for i in args.impl if i != "ddp")  # DDP has no units
+    impls, skipped = common.available(i for i in args.impl if i not in NO_UNITS)
+    skipped |= {impl: "it has no units" for impl in args.impl if impl in NO_UNITS}
     rows = [row for parameters in args.parameters for row in measure(args, impls, parameters)]
     dist.destroy_process_group()
     return dict(world=WORLD, rows=rows, skipped=skipped)
@@ -174,8 +177,21 @@ def show(result: dict) -> str:
             f"{r['bytecodes_forward']:.0f} + {r['bytecodes_backward']:.0f}", f"{code / code2:.2f}" if other else "-",
             f"{r['operators_forward']:.1f} + {r['operators_backward']:.1f}",
         ])  # fmt: skip
+    peers = "".join(report.against_peers(values, f"us, {n} parameters") for n, values in _by_size(result))
     header = ["", "parameters", "us", "median", "/ fsdp2", "bytecodes fwd + bwd", "/ fsdp2", "operators fwd + bwd"]
-    return "Per unit, beyond the unwrapped model:\n\n" + report.table(header, lines)
+    return "Per unit, beyond the unwrapped model:\n\n" + report.table(header, lines) + peers
+
+
+def _by_size(result: dict) -> list[tuple[int, dict[str, float]]]:
+    rows = result["rows"]
+    return [
+        (n, {r["impl"]: r["us"] for r in rows if r["parameters"] == n}) for n in sorted({r["parameters"] for r in rows})
+    ]
+
+
+def plot(results: list[dict]):
+    panels = [(f"{n} parameters a unit", values) for n, values in _by_size(results[0])]
+    return report.bars(panels, "CPU us per unit, forward and backward")
 
 
 def main() -> None:
@@ -184,9 +200,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24, help="units")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--steps", type=int, default=2, help="steps in one repeat")
-    report.add_options(parser)
+    report.add_options(parser, (*common.PEERS["shardkit"], "shardkit"))
     args = parser.parse_args()
-    report.write("overhead", args, [run(args)], show)
+    report.write("overhead", args, [run(args)], show, plot)
 
 
 if __name__ == "__main__":

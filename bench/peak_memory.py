@@ -4,7 +4,9 @@
     torchrun --nproc-per-node 8 bench/peak_memory.py
 
 On the CPU the figures come from the profiler's record of every allocation: exact bytes, without what gloo's own threads
-allocate. On a GPU they come from the caching allocator.
+allocate. On a GPU they come from the caching allocator. Each implementation has ranks of its own, so that what one
+leaves behind is not freed under another; under torchrun they follow each other in the same ranks, and a line says where
+that happened.
 """
 
 from __future__ import annotations
@@ -132,12 +134,9 @@ def settled_collectives(milliseconds: float):
 
 
 def train(impl: str, args, device, meter) -> float:
-    gc.collect()
-    with meter.phase(f"{impl}/before"):
-        pass
     model = common.build(args, device)
     model = common.wrap(impl, model, common.unit_modules(model, args.units), device, reshard=True)
-    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=not args.fused, fused=args.fused)
+    optim = common.optimizer(impl, model)
     tokens = [common.batch(args, device, step) for step in range(args.steps)]
     for step in range(args.steps):
         with meter.phase(f"{impl}/forward"):
@@ -152,11 +151,17 @@ def train(impl: str, args, device, meter) -> float:
     return value
 
 
+def mark(meter, name: str) -> None:
+    """Notes what is alive now."""
+    gc.collect()
+    with meter.phase(name):
+        pass
+
+
 def unwrapped(args, device, meter) -> None:
     """Marks the moments when the last block of the unwrapped model gets a gradient."""
     model, tokens = common.build(args, device), common.batch(args, device, 0)
-    with meter.phase("unwrapped/before"):
-        pass
+    mark(meter, "unwrapped/before")
 
     def arrived(p):
         with meter.phase(f"unwrapped/gradient {id(p)}"):
@@ -187,18 +192,28 @@ def ideal(args, spans) -> dict[str, int]:
 
 def worker(args, device) -> dict:
     impls, skipped = common.available(args.impl)
+    common.ADAMW.update(foreach=not args.fused, fused=args.fused)
+    losses = {}
     with CudaMeter() if device.type == "cuda" else CpuMeter() as meter:
-        with settled_collectives(args.settle if device.type == "cpu" else 0):
-            losses = {impl: train(impl, args, device, meter) for impl in impls}
-        gc.collect()
         unwrapped(args, device, meter)
+        with settled_collectives(args.settle if device.type == "cpu" else 0):
+            for impl in impls:
+                mark(meter, f"{impl}/before")
+                losses[impl] = train(impl, args, device, meter)
+                mark(meter, f"{impl}/after")
     spans, rows = meter.spans(), []
     for impl in impls:
         before = spans[f"{impl}/before"]["start"]
         peaks = {phase: spans[f"{impl}/{phase}"]["peak"] - before for phase in PHASES}
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, max(peaks.values()))
-        rows.append(dict(impl=impl, loss=losses[impl], phases=peaks, peak=max(everyone), peak_by_rank=everyone))
+        everyone: list = [None] * dist.get_world_size()
+        gone = max(0, before - spans[f"{impl}/after"]["start"])
+        dist.all_gather_object(everyone, (peaks, gone, losses[impl]))
+        by_rank = [max(peaks.values()) for peaks, _, _ in everyone]
+        rows.append(dict(
+            impl=impl, loss=sum(loss for _, _, loss in everyone) / len(everyone),
+            phases={phase: max(peaks[phase] for peaks, _, _ in everyone) for phase in PHASES},
+            peak=max(by_rank), peak_by_rank=by_rank, gone=max(gone for _, gone, _ in everyone),
+        ))  # fmt: skip
     return dict(world=dist.get_world_size(), rows=rows, ideal=ideal(args, spans), skipped=skipped)
 
 
@@ -206,14 +221,25 @@ def show(result: dict) -> str:
     best = sum(result["ideal"].values())
     lines = [
         [row["impl"], *(f"{row['phases'][p] / 1e6:.1f}" for p in PHASES), f"{row['peak'] / 1e6:.1f}",
-         f"{row['peak'] / best:.3f}"]
+         f"{row['peak'] / best:.3f}", f"{row['loss']:.7f}"]
         for row in result["rows"]
     ]  # fmt: skip
-    lines.append(["ideal", "", "", "", f"{best / 1e6:.1f}", "1.000"])
+    lines.append(["ideal", "", "", "", f"{best / 1e6:.1f}", "1.000", ""])
     parts = " + ".join(f"{k} {v / 1e6:.1f}" for k, v in result["ideal"].items())
-    table = report.table(["", *PHASES, "peak, any rank", "/ ideal"], lines)
-    head = f"{result['world']} ranks, peak MB (1e6 bytes) of live tensors per rank, by phase"
-    return f"{head}:\n\n{table}\n\nideal = {parts}"
+    table = report.table(["", *PHASES, "peak", "/ ideal", "loss"], lines)
+    head = f"{result['world']} ranks, peak MB (1e6 bytes) of live tensors, by phase, of the rank with most"
+    peers = report.against_peers({row["impl"]: row["peak"] / 1e6 for row in result["rows"]}, "MB")
+    for row in result["rows"]:
+        if row["gone"] > 1e6:
+            peers += f"\nWARNING: {row['gone'] / 1e6:.1f} MB that others had left were freed while {row['impl']} ran, "
+            peers += "and its peak may be that much higher: run it alone"
+    return f"{head}:\n\n{table}\n\nideal of full sharding = {parts}{peers}{report.losses(result['rows'])}"
+
+
+def plot(results: list[dict]):
+    panels = [(f"{r['world']} ranks", {row["impl"]: row["peak"] / 1e6 for row in r["rows"]}) for r in results]
+    ideals = [("ideal of full sharding", sum(r["ideal"].values()) / 1e6) for r in results]
+    return report.bars(panels, "peak MB of live tensors in a training step, the rank with most", ideals)
 
 
 def main() -> None:
@@ -223,11 +249,11 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="fused AdamW instead of foreach, which needs 4P/N more")
     parser.add_argument("--settle", type=float, default=2.0, help="ms of sleep after each wait on the CPU")
     common.add_model_options(parser)
-    report.add_options(parser)
+    report.add_options(parser, (*common.IMPLS, *common.PEERS["grad_op"], "grad_op"))
     args = parser.parse_args()
-    results = common.launch(worker, args, args.nproc)
+    results = common.launch_each(worker, args, args.nproc)
     if results:
-        report.write("peak_memory", args, results, show)
+        report.write("peak_memory", args, results, show, plot)
 
 
 if __name__ == "__main__":

@@ -178,6 +178,26 @@ def show(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+def plot(results: list[dict]):
+    """The second part: what is alive at the fullest moment of backward, and the peak, against the number of ranks."""
+    from matplotlib import pyplot
+
+    from shardkit.simulate.plots import _COLOURS
+
+    rows = [row for result in results for row in result.get("worlds", ())]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    names, base = [str(row["ranks"]) for row in rows], [0.0] * len(rows)
+    for category, colour in _COLOURS.items():
+        heights = [row["categories"].get(category, 0) / 1e9 for row in rows]
+        if max(heights, default=0) > 0.01:
+            axes.bar(names, heights, bottom=base, label=category, color=colour)
+            base = [a + b for a, b in zip(base, heights)]
+    axes.plot(names, [row["peak"] / 1e9 for row in rows], "k_", markersize=28, label="peak of a step")
+    axes.set(xlabel="ranks", ylabel="GB alive on a rank in backward")
+    axes.legend(fontsize=8, markerscale=0.5)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", nargs="+", choices=("zero", "worlds", "cost"), default=["cost", "zero", "worlds"])
@@ -190,7 +210,7 @@ def main() -> None:
     bench_report.add_options(parser)
     args = parser.parse_args()
     parts = dict(zero=zero_part, worlds=worlds_part, cost=cost_part)
-    bench_report.write("scaling", args, [{part: parts[part](args) for part in args.part}], show)
+    bench_report.write("scaling", args, [{part: parts[part](args) for part in args.part}], show, plot)
 
 
 if __name__ == "__main__":

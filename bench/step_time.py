@@ -94,8 +94,6 @@ def show(result: dict) -> str:
     if not result["rows"]:
         return f"{result['world']} ranks: nothing to measure"
     rows = {row["impl"]: row for row in result["rows"]}
-    first = next((row for row in result["rows"] if row["impl"] != "local"), result["rows"][0])
-    base = first["loss"]
 
     def ratio(row, of, key):
         return f"{row[key] / rows[of][key]:.2f}" if of in rows else "-"
@@ -111,26 +109,21 @@ def show(result: dict) -> str:
     text = report.table(
         ["", "wall ms", "median", "/ ddp", "CPU ms", "median", "/ fsdp2", "MB sent", "calls", "loss"], lines
     )
-    for row in result["rows"]:
-        if row["impl"] != "local" and not abs(row["loss"] - base) <= 1e-5 * abs(base):
-            text += f"\nWARNING: the loss of {row['impl']} differs from that of {first['impl']} by more than 1e-5"
+    text += report.losses(result["rows"])
+    for key, what in (("cpu_min", "CPU ms"), ("wall_min", "wall ms")):
+        text += report.against_peers({impl: row[key] for impl, row in rows.items()}, what)
     size = f"{result['parameters'] / 1e6:.1f} M parameters"
     head = f"{result['world']} ranks, {result['backend']}, {size}, per step and rank"
     return f"{head}; loss after {result['steps'] + 1} steps:\n\n{text}"
 
 
-def separately(args) -> list[dict]:
-    """As one run of all, but each implementation in ranks of its own, one after another."""
-    merged: list[dict] = []
-    for impl in args.impl:
-        results = common.launch(worker, argparse.Namespace(**vars(args) | {"impl": [impl]}), args.nproc)
-        if not merged:
-            merged = results
-            continue
-        for into, result in zip(merged, results):
-            into["rows"] += result["rows"]
-            into["skipped"] |= result["skipped"]
-    return merged
+def plot(results: list[dict]):
+    panels = [
+        (f"{r['world']} ranks, {what}", {row["impl"]: row[key] for row in r["rows"]})
+        for r in results
+        for what, key in (("CPU", "cpu_min"), ("wall", "wall_min"))
+    ]
+    return report.bars(panels, "ms per step, the lowest round")
 
 
 def main() -> None:
@@ -143,9 +136,9 @@ def main() -> None:
     common.add_model_options(parser)
     report.add_options(parser)
     args = parser.parse_args()
-    results = separately(args) if args.separate else common.launch(worker, args, args.nproc)
+    results = (common.launch_each if args.separate else common.launch)(worker, args, args.nproc)
     if results:
-        report.write("step_time", args, results, show)
+        report.write("step_time", args, results, show, plot)
 
 
 if __name__ == "__main__":

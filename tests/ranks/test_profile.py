@@ -1,7 +1,10 @@
 """`shardkit.profile` on real ranks: the same figures as predicted, and sentences about a failure."""
 
+import contextlib
 import gc
 import json
+import time
+import unittest.mock
 
 import pytest
 import torch
@@ -80,6 +83,21 @@ SAVES = {
 }
 
 
+@contextlib.contextmanager
+def settled_collectives():
+    """gloo's threads let go of a finished collective's tensors a little late. A sleep after each wait lets them."""
+    work = torch._C._distributed_c10d.Work
+    wait = work.wait
+
+    def wait_and_settle(self, *args, **kwargs):
+        out = wait(self, *args, **kwargs)
+        time.sleep(0.02)
+        return out
+
+    with unittest.mock.patch.object(work, "wait", wait_and_settle):
+        yield
+
+
 def measured_saving(rank, world, kind, options, folder):
     model = shardkit.auto_wrap(build(), policy={Block}, **options)
     optim = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -87,7 +105,7 @@ def measured_saving(rank, world, kind, options, folder):
         model(batch()).float().mean().backward()
         optim.step()
         optim.zero_grad()
-        with prof.phase("save"):
+        with settled_collectives(), prof.phase("save"):
             saved = SAVES[kind](folder / "step_1", model, optim)
         later = torch.zeros(1 << 20)  # the next batch, say: no part of saving
     if kind == "async":

@@ -303,10 +303,11 @@ def everything():
     """{where: object} of all that the table replaces, under every name that a module has for it."""
     import accelerate.accelerator
 
+    from shardkit.accelerate.seams import _is_of_this_version
     from shardkit.accelerate.table import table
 
     out = {}
-    for seam in table.seams:
+    for seam in filter(_is_of_this_version, table.seams):
         *path, attribute = seam.name.split(".")
         holder = sys.modules.get(seam.module)
         for part in path:

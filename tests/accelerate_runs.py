@@ -93,5 +93,10 @@ def tiny_llama(seed=0, **changes):
     return LlamaForCausalLM(LlamaConfig(**config | changes))
 
 
+def recomputed_llama(**changes):
+    """For activation checkpointing. Before transformers 5, a layer that is recomputed extends the cache once more."""
+    return tiny_llama(**({"use_cache": False} if older("transformers", "5.0") else {}), **changes)
+
+
 def token_rows(count=32, length=12, vocabulary=96, seed=1):
     return torch.randint(3, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))

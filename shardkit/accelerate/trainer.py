@@ -49,10 +49,7 @@ def process_fsdp_args(stock, self) -> dict[str, Any] | None:
     if isinstance(given.get("backward_prefetch"), bool):
         own["backward_prefetch"] = given["backward_prefetch"]  # FSDP has names of times instead
     fields = {key: given[key] for key in _STOCK_FIELDS - _IN_VERSION_2 if key in given and key not in own}
-    unknown = sorted(given.keys() - own.keys() - _STOCK_FIELDS - _TRAINERS_OWN)
-    if unknown:
-        said = f"fsdp_config has {', '.join(unknown)}, which neither the Trainer nor shardkit reads."
-        warnings.warn(said, stacklevel=2)
+    _warn_of_unknown(given)
     if isinstance(self.fsdp, (str, list)):
         words = self.fsdp.split() if isinstance(self.fsdp, str) else self.fsdp
         strategies = [word for word in words if word.lower() in _STRATEGIES]
@@ -70,6 +67,13 @@ def process_fsdp_args(stock, self) -> dict[str, Any] | None:
     return plugin_args if plugin_args is None else {**plugin_args, **fields, "fsdp_version": Asked(own)}
 
 
+def _warn_of_unknown(given: dict[str, Any]) -> None:
+    unknown = sorted(given.keys() - _OWN - _STOCK_FIELDS - _TRAINERS_OWN)
+    if unknown:
+        said = f"fsdp_config has {', '.join(unknown)}, which neither the Trainer nor shardkit reads."
+        warnings.warn(said, stacklevel=3)
+
+
 def makes_a_plugin(trainer: Any) -> bool:
     return names_shardkit(trainer.args)
 
@@ -77,6 +81,7 @@ def makes_a_plugin(trainer: Any) -> bool:
 def create_accelerator(stock, self) -> None:
     """Before transformers 5, `fsdp_config` has no version and reaches Accelerate through the environment, in parts."""
     given = _config(self.args)
+    _warn_of_unknown(given)
     classes = given.pop("transformer_layer_cls_to_wrap", None)
     settings = {key: value for key, value in given.items() if key in _OWN or key in _STOCK_FIELDS}
     if classes:

@@ -2,7 +2,7 @@
 
     python tests/matrix/run.py --oldest                  # of oldest.txt, made on first use in .venv-oldest
     python tests/matrix/run.py --venv PATH               # one that is there, with shardkit installed in it
-    python tests/matrix/run.py --oldest -- -k launch     # what follows -- goes to pytest
+    python tests/matrix/run.py --oldest -- -k launch     # what follows -- goes to pytest: here, one of its files
 
 Not collected by pytest: continuous integration runs the newest releases alone. A test that older releases cannot pass
 says so and is skipped there. What they lack, and shardkit does not make up for:
@@ -12,7 +12,12 @@ says so and is skipped there. What they lack, and shardkit does not make up for:
     transformers < 5    a layer that is recomputed would extend the cache of keys and values a second time: activation
                         checkpointing needs `use_cache=False` in the model's configuration, as with torch's FSDP
                         with `fsdp_cpu_ram_efficient_loading`, the first rank alone reads the weights, and sends them
-                        `fsdp_config` reaches shardkit when the Trainer is made, not with the TrainingArguments
+                        `fsdp_config` reaches shardkit when the Trainer is made, not with the TrainingArguments, which
+                        take nothing but a text for `backward_prefetch`: "NO_PREFETCH", not `false`
+                        a checkpoint brings its own batch size with it: for the same steps on other numbers of ranks,
+                        change the micro-batches, and set `average_tokens_across_devices`, which is off by default
+                        its Trainer prepares models in a way that Accelerate's own version 2 refuses, so some tests
+                        have no stock run to compare with
 """
 
 import argparse
@@ -51,7 +56,7 @@ def main() -> int:
     which.add_argument("--venv", type=Path, help="a virtual environment that is there")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     arguments = parser.parse_args()
-    venv = arguments.venv or ROOT / ".venv-oldest"
+    venv = arguments.venv.absolute() if arguments.venv else ROOT / ".venv-oldest"
     python = venv / "bin" / "python"
     if arguments.oldest and not python.exists():
         make(venv, HERE / "oldest.txt")

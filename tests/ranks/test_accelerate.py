@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.accelerate_runs import accelerate, older, tiny_llama, token_rows
+from tests.accelerate_runs import accelerate, older, recomputed_llama, tiny_llama, token_rows
 from tests.harness import ranks, run_ranks
 
 
@@ -102,8 +102,7 @@ def test_every_setting_trains_the_same(rank, world, settings, options):
 
 
 def tied_llama():
-    uncached = {"use_cache": False} if older("transformers", "5.0") else {}  # recomputing would extend it twice
-    return tiny_llama(tie_word_embeddings=True, **uncached)
+    return recomputed_llama(tie_word_embeddings=True)
 
 
 @ranks(2, timeout=120.0)

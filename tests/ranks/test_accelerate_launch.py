@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 
-# One epoch over fixed data; prints what the first rank saw as one line of JSON.
+# One epoch over fixed data; prints what the first rank saw as one line of JSON. Then it waits: gloo's threads
+# let go of Python's tensors a little after the last collective, and a process that ends meanwhile aborts, as one of DDP
+# does: "terminate called without an active exception".
 TRAIN = '''
 import json
+import time
 
 IMPORT
 import torch
@@ -68,6 +71,7 @@ def main():
         "ranks": accelerator.num_processes,
         "name": type(model).__name__,
     }))
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":
@@ -183,6 +187,7 @@ def test_one_import_in_the_script_needs_no_yaml(folder):
 
 TRAINER = '''
 import json
+import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -210,6 +215,7 @@ if trainer.accelerator.is_main_process:
         "plugin": type(plugin).__name__, "no_sync": plugin.no_sync,
         "prefetch": plugin.wrap_options.get("backward_prefetch"),
     }))
+time.sleep(0.2)
 '''  # fmt: skip
 
 

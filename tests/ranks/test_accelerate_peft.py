@@ -5,13 +5,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.accelerate_runs import accelerate, tiny_llama, token_rows
+from tests.accelerate_runs import accelerate, older, tiny_llama, token_rows
 from tests.harness import ranks
 
 pytest.importorskip("peft")
 
 TYPES = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 ATTENTION = ["q_proj", "v_proj"]
+NOT_REENTRANT = {"use_reentrant": False}  # the default since transformers 5. With the other, DDP fails on adapters
 
 
 def close(ours, theirs, digits=4):
@@ -37,7 +38,7 @@ def with_base():
     """The base model trained with the adapters, and its activations computed again in backward."""
     model = lora()
     model.requires_grad_(True)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable(NOT_REENTRANT)
     return model
 
 
@@ -279,6 +280,7 @@ def test_adapters_alone_load_from_either_type_and_the_base_stays(rank, world, ma
             assert torch.equal(got[name], want[name] if of_adapters else want[name] + 1.0), name
 
 
+@pytest.mark.skipif(older("accelerate", "1.8"), reason="its version 2 numbers the optimizer's state")
 @ranks(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_adapters_go_from_stock_fsdp2_to_shardkit_and_back(rank, world, kind, tmp_path):
@@ -313,7 +315,8 @@ def test_ranks_generate_different_lengths_from_adapters(rank, world, tmp_path):
         ours = trainer(tmp_path, lora, save_strategy="no")
         ours.train()
         assert torch.equal(generate(ours.model), want)
-        loaded = trainer(tmp_path, lora, gradient_checkpointing=True, save_strategy="no")
+        given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": NOT_REENTRANT}
+        loaded = trainer(tmp_path, lora, save_strategy="no", **given)
         loaded.train()
         close(logged(loaded), logged(theirs))
         assert torch.equal(generate(loaded.model), want)

@@ -33,7 +33,7 @@ from ..checkpoint.snapshot import clean, take_model, take_optimizer, world_of
 from ..errors import CheckpointError, ConfigError
 from ..local_shard import LocalShard
 from .plugin import ShardkitPlugin
-from .preparing import inner, is_ours, is_sharded, plugin_of
+from .preparing import bare, inner, is_ours, is_sharded, plugin_of, trains
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -160,7 +160,7 @@ def _load_whole(module: nn.Module, state: dict, strict: bool) -> Any:
 def save_optimizer(stock, plugin, accelerator, optimizer, model, output_dir, optimizer_index=0, use_dcp=True) -> None:
     """Collective over the model's ranks. See the module docstring for the files."""
     _refuse_files_per_rank(use_dcp)
-    module, optim = inner(_model_of(optimizer, accelerator, model)), _bare(optimizer)
+    module, optim = inner(_model_of(optimizer, accelerator, model)), bare(optimizer)
     group, folder = world_of(steps_of(module)), Path(output_dir).absolute()
     if _is_full(plugin):
         state = full_optim_state_dict(module, optim, rank0_only=True)
@@ -176,7 +176,7 @@ def load_optimizer_state(
 ) -> None:
     """Collective over the model's ranks. Raises CheckpointError on every rank where nothing is there to load."""
     _refuse_files_per_rank(use_dcp)
-    module, optim = inner(_model_of(optimizer, accelerator, model)), _bare(optimizer)
+    module, optim = inner(_model_of(optimizer, accelerator, model)), bare(optimizer)
     group, folder = world_of(steps_of(module)), Path(input_dir).absolute()
     path = _find(group, folder, OPTIMIZER, optimizer_index, [folder / "optimizer.pt"])
     if path.is_dir():
@@ -203,22 +203,9 @@ def _by_names(state: dict, module: nn.Module, optim: torch.optim.Optimizer) -> d
     return {"state": {numbered[n]: values for n, values in state["state"].items()}, "param_groups": groups}
 
 
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that Accelerate wrapped."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def _model_of(optimizer: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     """The prepared model whose parameters the optimizer holds; `model`, which Accelerate found by number, or else."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for candidate in [model, *accelerator._models]:
-        if any(id(p) in held for p in candidate.parameters()):
-            return candidate
-    return model
+    return next((candidate for candidate in [model, *accelerator._models] if trains(optimizer, candidate)), model)
 
 
 # ---------------------------------------------------------------------------------------- the accelerator's methods

@@ -7,11 +7,13 @@ it does for a model that needs no wrapping. Parameters stay the objects they are
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 import torch
 import torch.nn as nn
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
@@ -55,9 +57,22 @@ def is_ours(accelerator: Any, *args: Any, **kwargs: Any) -> bool:
     return plugin_of(accelerator) is not None
 
 
-def inner(model: nn.Module) -> nn.Module:
+def inner(model: nn.Module) -> Any:
     """The module that torch.compile wrapped, or the module itself."""
     return model._modules.get("_orig_mod") or model
+
+
+def bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate wrapped, or the optimizer itself."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer holds parameters of the model."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in held for p in model.parameters())
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -130,13 +145,13 @@ def prepare(stock, self, *args, **kwargs):
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuses optimizers whose step is not elementwise: with pieces of matrices they would train, and to other ends."""
-    bare = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper keeps it there
-    names = {cls.__name__.lower() for cls in type(bare).__mro__}
+    kind = type(bare(optimizer))
+    names = {cls.__name__.lower() for cls in kind.__mro__}
     homes = (home_of(p) for group in optimizer.param_groups for p in group["params"])
     in_pieces = any(home is not None and home[0].infos[home[1]].group.size > 1 for home in homes)
     if in_pieces and names & _NOT_ELEMENTWISE:
         raise ConfigError(
-            f"{type(bare).__name__} looks at whole matrices or their norms, and shardkit's ranks hold pieces: it would "
+            f"{kind.__name__} looks at whole matrices or their norms, and shardkit's ranks hold pieces: it would "
             "train differently. Use an elementwise optimizer (AdamW, SGD, Lion, Adagrad, ...), "
             "sharding_strategy='none', or fsdp_version: 2."
         )
@@ -181,7 +196,7 @@ def shard(model: nn.Module, accelerator: Any) -> None:
     setattr(module, _NO_SYNC, plugin.no_sync)
     for part in module.modules():  # peft and value heads generate from the model that they wrap
         if callable(getattr(type(part), "generate", None)):
-            part._is_fsdp_managed_module = part._fsdp_use_orig_params = True  # type: ignore[assignment]
+            part._is_fsdp_managed_module = part._fsdp_use_orig_params = True
 
 
 # ------------------------------------------------------------------------------------------------------ in the loop
@@ -197,3 +212,21 @@ def clip_grad_value_(stock, self, parameters, clip_value):
     """Clips elements, of which each rank has its own."""
     self.unscale_gradients()
     torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+@contextlib.contextmanager
+def join_uneven_inputs(stock, self, joinables, even_batches=None):
+    """Ranks may have different numbers of batches, where these are not evened out: one that has no more serves the
+    others until all are through, as `model.join()`. Stock has this for DDP on accelerators alone."""
+    loaders = self._dataloaders if even_batches is not None else []
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    before = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
+    with contextlib.ExitStack() as stack:
+        for sampler, value in before:
+            stack.callback(setattr, sampler, "even_batches", value)
+            sampler.even_batches = even_batches
+        if not (self.even_batches if even_batches is None else even_batches):
+            for model in joinables:
+                own = [bare(optimizer) for optimizer in self._optimizers if trains(optimizer, model)]
+                stack.enter_context(inner(model).join(*own))
+        yield

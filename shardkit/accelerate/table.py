@@ -70,6 +70,8 @@ table = Table([
          preparing.is_ours, preparing.clip_grad_norm_),
     Seam(_ACCELERATOR, "Accelerator.clip_grad_value_", ("self", "parameters", "clip_value"),
          preparing.is_ours, preparing.clip_grad_value_),
+    Seam(_ACCELERATOR, "Accelerator.join_uneven_inputs", ("self", "joinables", "even_batches"),
+         preparing.is_ours, preparing.join_uneven_inputs),
     Seam(_ACCELERATOR, "Accelerator.get_state_dict", ("self", "model", "unwrap"),
          checkpoints.concerns_state_dict, checkpoints.get_state_dict),
     Seam(_ACCELERATOR, "Accelerator.save_state", ("self", "output_dir"),

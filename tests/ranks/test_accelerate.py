@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed.algorithms.join
 from torch.utils.data import DataLoader
 
 from tests.accelerate_runs import accelerate, older, recomputed_llama, tiny_llama, token_rows
@@ -198,6 +199,42 @@ def test_the_newer_state_is_loaded_after_the_kind_was_changed(rank, world, tmp_p
             first = epoch(accelerator, things)
             accelerator.load_state(str(tmp_path / "state"))
             assert epoch(accelerator, things) == first
+
+
+@ranks(2, timeout=120.0)
+def test_ranks_may_have_different_numbers_of_batches_as_ddp_lets_them(rank, world):
+    from accelerate import Accelerator
+
+    rows = token_rows(5)
+
+    def train(model, optimizer, batches, backward):
+        losses = []
+        for batch in batches:
+            loss = model(input_ids=batch, labels=batch).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    ddp = torch.nn.parallel.DistributedDataParallel(tiny_llama())
+    mine = [rows[i : i + 1] for i in range(rank, 5, 2)]
+    with torch.distributed.algorithms.join.Join([ddp]):
+        theirs = train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), mine, lambda loss: loss.backward())
+    with accelerate(shardkit=True):
+        accelerator = Accelerator()
+        model = tiny_llama()
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, batch_size=1)
+        )
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            ours = train(model, optimizer, loader, accelerator.backward)
+        assert loader.batch_sampler.even_batches is True
+        assert len(ours) == 3 - rank
+        close(ours, theirs)
+        whole = accelerator.get_state_dict(model)
+    if rank == 0:
+        assert all(torch.allclose(whole[name], p, atol=1e-5) for name, p in ddp.module.state_dict().items())
 
 
 @ranks(2, timeout=120.0)

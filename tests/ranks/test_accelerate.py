@@ -465,7 +465,7 @@ def test_a_loaded_model_is_read_from_its_file_only_where_this_ranks_piece_lies(r
         model = accelerator.prepare(model)
         touched = resident(folder) - before
         whole = accelerator.get_state_dict(model)
-    assert 0.4 * size < touched < 0.6 * size, (touched, size)
+    assert 0.3 * size < touched < 0.75 * size, (touched, size)
     if rank == 0:
         want = LlamaForCausalLM.from_pretrained(folder).state_dict()
         assert all(torch.equal(whole[k], want[k]) for k in want)

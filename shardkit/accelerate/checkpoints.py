@@ -30,10 +30,11 @@ from ..checkpoint.optimizer import full_optim_state_dict, load_full_optim_state_
 from ..checkpoint.safetensors import INDEX, SINGLE
 from ..checkpoint.save import write
 from ..checkpoint.snapshot import clean, take_model, take_optimizer, world_of
+from ..comm import Group
 from ..errors import CheckpointError, ConfigError
 from ..local_shard import LocalShard
 from .plugin import ShardkitPlugin
-from .preparing import bare, inner, is_ours, is_sharded, plugin_of, trains
+from .preparing import bare, inner, is_sharded, plugin_of, trains
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -53,10 +54,6 @@ def concerns_optimizer(plugin: Any, accelerator: Any, optimizer: Any, model: Any
     return isinstance(plugin, ShardkitPlugin) and is_sharded(_model_of(optimizer, accelerator, model))
 
 
-def concerns_state_dict(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> bool:
-    return is_ours(accelerator)
-
-
 # -------------------------------------------------------------------------------------------------------- models
 
 
@@ -64,9 +61,7 @@ def save_model(
     stock, plugin, accelerator, model, output_dir, model_index=0, adapter_only=False, use_dcp=True
 ) -> None:
     """Collective over the model's ranks. See the module docstring for the files."""
-    _refuse_files_per_rank(use_dcp)
-    module, folder = inner(model), Path(output_dir).absolute()
-    group = world_of(steps_of(module))
+    module, group, folder = _begin(model, output_dir, use_dcp)
     state: dict[str, Any] = module.state_dict()
     names = trained_names(module, state, group) if adapter_only and has_adapters(module) else None
     if _is_full(plugin):
@@ -83,9 +78,7 @@ def load_model_state(
     stock, plugin, accelerator, model, input_dir, model_index=0, adapter_only=False, use_dcp=True
 ) -> LoadResult:
     """Collective over the model's ranks. Raises CheckpointError on every rank where nothing is there to load."""
-    _refuse_files_per_rank(use_dcp)
-    module, folder = inner(model), Path(input_dir).absolute()
-    group = world_of(steps_of(module))
+    module, group, folder = _begin(model, input_dir, use_dcp)
     weights = [folder / SINGLE, folder / INDEX] if model_index == 0 else [folder / f"model_{model_index}.safetensors"]
     path = _find(group, folder, MODEL, model_index, weights)
     adapter = adapter_only and has_adapters(module)
@@ -159,9 +152,8 @@ def _load_whole(module: nn.Module, state: dict, strict: bool) -> Any:
 
 def save_optimizer(stock, plugin, accelerator, optimizer, model, output_dir, optimizer_index=0, use_dcp=True) -> None:
     """Collective over the model's ranks. See the module docstring for the files."""
-    _refuse_files_per_rank(use_dcp)
-    module, optim = inner(_model_of(optimizer, accelerator, model)), bare(optimizer)
-    group, folder = world_of(steps_of(module)), Path(output_dir).absolute()
+    module, group, folder = _begin(_model_of(optimizer, accelerator, model), output_dir, use_dcp)
+    optim = bare(optimizer)
     if _is_full(plugin):
         state = full_optim_state_dict(module, optim, rank0_only=True)
         _save_whole(group, folder / _full_name(OPTIMIZER, optimizer_index), state)
@@ -175,9 +167,8 @@ def load_optimizer_state(
     stock, plugin, accelerator, optimizer, model, input_dir, optimizer_index=0, adapter_only=False, use_dcp=True
 ) -> None:
     """Collective over the model's ranks. Raises CheckpointError on every rank where nothing is there to load."""
-    _refuse_files_per_rank(use_dcp)
-    module, optim = inner(_model_of(optimizer, accelerator, model)), bare(optimizer)
-    group, folder = world_of(steps_of(module)), Path(input_dir).absolute()
+    module, group, folder = _begin(_model_of(optimizer, accelerator, model), input_dir, use_dcp)
+    optim = bare(optimizer)
     path = _find(group, folder, OPTIMIZER, optimizer_index, [folder / "optimizer.pt"])
     if path.is_dir():
         with together(group, f"reading {path}", lambda: open_checkpoint(path)) as checkpoint:
@@ -299,9 +290,12 @@ def _mapped(path: Path) -> dict:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def _refuse_files_per_rank(use_dcp: bool) -> None:
+def _begin(model: nn.Module, folder: Any, use_dcp: bool) -> tuple[nn.Module, Group, Path]:
+    """What all four functions start from: the sharded module, all of its ranks, and the folder. Raises ConfigError."""
     if not use_dcp:
         raise ConfigError(
             "use_dcp=False writes files that only as many ranks can read. shardkit's sharded checkpoints communicate "
             "no tensors either: leave use_dcp at True."
         )
+    module = inner(model)
+    return module, world_of(steps_of(module)), Path(folder).absolute()

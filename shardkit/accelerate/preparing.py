@@ -21,7 +21,7 @@ from .. import api
 from ..errors import ConfigError, StateError
 from ..integrations.fsdp2 import FSDPModule
 from ..runtime.flat_param import home_of
-from ..runtime.managed import unit_of
+from ..runtime.managed import local_piece_of, unit_of
 from .plugin import ShardkitPlugin
 
 _NO_SYNC = "_shardkit_no_sync"
@@ -161,12 +161,12 @@ def _cut_state(optimizer: torch.optim.Optimizer) -> None:
     """Keeps this rank's part of what an optimizer made for whole parameters: Adagrad makes its state at once."""
     for param, state in optimizer.state.items():
         home = home_of(param)
-        info = home[0].infos[home[1]] if home is not None else None
+        if home is None:
+            continue
+        whole = home[0].infos[home[1]].shape
         for name, value in state.items():
-            if info is not None and torch.is_tensor(value) and tuple(value.shape) == info.shape != tuple(param.shape):
-                start, stop = info.piece
-                part = value.detach().reshape(-1)[start:stop].view(info.local_shape)
-                state[name] = part.to(param.device, copy=True)
+            if torch.is_tensor(value) and tuple(value.shape) == whole != tuple(param.shape):
+                state[name] = local_piece_of(value, *home).to(param.device, copy=True)
 
 
 def prepare_model(stock, self, model, device_placement=None, evaluation_mode=False):

@@ -73,7 +73,7 @@ table = Table([
     Seam(_ACCELERATOR, "Accelerator.join_uneven_inputs", ("self", "joinables", "even_batches"),
          preparing.is_ours, preparing.join_uneven_inputs),
     Seam(_ACCELERATOR, "Accelerator.get_state_dict", ("self", "model", "unwrap"),
-         checkpoints.concerns_state_dict, checkpoints.get_state_dict),
+         preparing.is_ours, checkpoints.get_state_dict),
     Seam(_ACCELERATOR, "Accelerator.save_state", ("self", "output_dir"),
          preparing.is_ours, checkpoints.save_or_load_state),
     Seam(_ACCELERATOR, "Accelerator.load_state", ("self", "input_dir"),

@@ -87,27 +87,22 @@ def _add_common(command) -> None:
 
 def _estimate(args) -> int:
     from . import plots
+    from .choice import Choice
     from .estimate import estimate
 
     if args.output:
         plots.check(args.output)  # before minutes of simulation, not after
     sys.path.insert(0, "")  # module:function of the folder one is in
-    options: dict[str, Any] = dict(sharding_strategy=args.strategy, mixed_precision=args.precision)
-    if args.checkpoint:
-        options["activation_checkpointing"] = True if args.checkpoint == 1 else args.checkpoint
-    if args.offload:
-        options["cpu_offload"] = True
-    if args.offload_activations:
-        options["activation_offload"] = True
-    if args.mesh:
-        options["device_mesh"] = args.mesh
+    chosen = Choice(
+        args.strategy, args.checkpoint, args.offload, args.mesh, offload_activations=args.offload_activations
+    )
     limit, reports = _limit(args.memory), []
     for ranks in args.world_size:
         _progress(f"simulating {args.model} on {ranks} ranks")
         reports.append(estimate(
             args.model, _batch(args), args.optimizer, ranks, device=args.device, loss_fn=_function(args.loss_function),
             overrides=_fields(args.set), deferred_init=not args.whole_init, accumulate=args.accumulate,
-            save=None if args.save == "none" else args.save, **options,
+            save=None if args.save == "none" else args.save, mixed_precision=args.precision, **chosen.options(),
         ))  # fmt: skip
     fits = [limit is None or _needed(report) <= limit for report in reports]
     if args.json:
